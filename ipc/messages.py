@@ -1,0 +1,533 @@
+"""Every message of the protocol between the engine and its clients, as msgspec structs.
+
+Two sockets. ``ctl`` (engine ROUTER, client DEALER) carries `Command`s one way and `Reply` and
+`StreamItem` structs the other. ``tel`` (engine PUB) carries `Telemetry`, framed as
+``[topic][seq: u64 big endian][body]`` with one sequence per topic that starts at 1 in each session.
+
+Rules that every struct here keeps: a tag, no unknown fields, a bound on every number, string and
+list, a unit in every name. Times ending in ``_ns`` are the engine's monotonic clock. A quantity that
+is undefined is ``None``, never 0 or NaN. Changing a struct needs a new `PROTOCOL`; a new struct does not.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+PROTOCOL = 1
+
+MAX_PROMPT_CHARS = 1 << 20
+MAX_PROMPT_TOKENS = 1 << 20
+MAX_BLOCKS = 1 << 22
+
+Id = Annotated[int, Meta(ge=1, le=(1 << 53) - 1)]
+UInt = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]
+Pos = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Ns = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+UFloat = Annotated[float, Meta(ge=0.0, le=1e18)]
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Text = Annotated[str, Meta(max_length=4096)]
+LongText = Annotated[str, Meta(max_length=1 << 20)]
+Count = UInt
+
+KnobValue = bool | int | float | str | None
+Finish = Literal["stop", "length", "cancelled", "error"]
+Phase = Literal["starting", "loading", "warming", "ready", "applying", "stalled", "stopping", "failed"]
+ApplyMode = Literal["step", "rebuild_kv", "reload", "restart"]
+RequestState = Literal["waiting", "prefill", "decode", "preempted", "finished"]
+
+
+class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    pass
+
+
+# --- shared parts -------------------------------------------------------------------------------
+
+
+class Sampling(_Struct, frozen=True, kw_only=True):
+    """How one request's tokens are chosen. Defaults are greedy decoding, as temperature 0 says."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    top_k: Annotated[int, Meta(ge=0, le=1 << 20)] = 0  # 0: off
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    seed: Annotated[int, Meta(ge=0, le=(1 << 53) - 1)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # None: off; n: the chosen one and the top n
+    max_tokens: Pos = 128
+    min_tokens: UInt = 0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
+    stop: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=16)] = []
+
+
+class ChatMessage(_Struct, frozen=True, kw_only=True):
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[str, Meta(max_length=MAX_PROMPT_CHARS)]
+
+
+class KnobInfo(_Struct, frozen=True, kw_only=True):
+    """One optimization as the engine's registry declares it."""
+
+    id: Name
+    group: Name
+    title: Text
+    help: Text
+    type: Literal["bool", "int", "float", "choice"]
+    apply: ApplyMode
+    default: KnobValue
+    lossy: bool = False
+    unit: Annotated[str, Meta(max_length=32)] = ""
+    choices: Annotated[list[Name], Meta(max_length=64)] = []
+    minimum: float | None = None
+    maximum: float | None = None
+    requires: Annotated[dict[str, str], Meta(max_length=16)] = {}
+    available: bool = True
+    reason: Text = ""  # why it is not available here
+    choice_reasons: Annotated[dict[str, str], Meta(max_length=64)] = {}  # unavailable choices and why
+
+
+class ModelInfo(_Struct, frozen=True, kw_only=True):
+    name: Text
+    path: Text
+    architecture: Name
+    format: Name  # safetensors, gguf, dummy
+    dtype: Name
+    num_layers: Pos
+    hidden_size: Pos
+    num_heads: Pos
+    num_kv_heads: Pos
+    head_dim: Pos
+    vocab_size: Pos
+    max_model_len: Pos
+    num_params: UInt
+    weight_bytes: UInt
+    kv_bytes_per_token: UInt
+    sha256: Annotated[str, Meta(max_length=64)] = ""
+    tokenizer_sha256: Annotated[str, Meta(max_length=64)] = ""
+    has_chat_template: bool = True
+
+
+class DeviceInfo(_Struct, frozen=True, kw_only=True):
+    kind: Literal["cpu", "cuda"]
+    name: Text
+    uuid: Annotated[str, Meta(max_length=96)] = ""
+    memory_bytes: UInt = 0
+    copy_bytes_per_s: UFloat | None = None  # measured at start, read + write
+    read_bytes_per_s: UFloat | None = None  # measured at start
+    flops_per_s: UFloat | None = None  # measured at start, a large matrix product in the model's dtype
+    driver: Text = ""
+    threads: UInt = 0
+
+
+class EngineInfo(_Struct, frozen=True, kw_only=True):
+    version: Name
+    pid: Pos
+    host: Text
+    started_unix_ms: UInt
+    torch: Text = ""
+    python: Text = ""
+    packages: Annotated[dict[str, str], Meta(max_length=64)] = {}
+
+
+# --- commands: client -> engine, on ctl ----------------------------------------------------------
+
+
+class Hello(_Struct, tag="hello", frozen=True, kw_only=True):
+    id: Id
+    proto_min: Pos
+    proto_max: Pos
+    client: Name
+    version: Name
+    pid: UInt = 0
+
+
+class Ping(_Struct, tag="ping", frozen=True, kw_only=True):
+    id: Id
+
+
+class Snapshot(_Struct, tag="snapshot", frozen=True, kw_only=True):
+    """Ask for the whole present state and the sequence number of each topic that it is as of."""
+
+    id: Id
+
+
+class CfgGet(_Struct, tag="cfg.get", frozen=True, kw_only=True):
+    id: Id
+
+
+class CfgSet(_Struct, tag="cfg.set", frozen=True, kw_only=True):
+    """Change knobs, all of them or none. Refused with ``conflict`` unless ``expect_rev`` is current."""
+
+    id: Id
+    expect_rev: UInt
+    patch: Annotated[dict[str, KnobValue], Meta(min_length=1, max_length=128)]
+    dry_run: bool = False
+
+
+class Submit(_Struct, tag="req.submit", frozen=True, kw_only=True):
+    """Generate. Exactly one of ``prompt`` (raw text), ``messages`` (chat) and ``tokens`` (ids) is given."""
+
+    id: Id
+    prompt: Annotated[str, Meta(max_length=MAX_PROMPT_CHARS)] | None = None
+    messages: Annotated[list[ChatMessage], Meta(max_length=256)] | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)] | None = None
+    sampling: Sampling = Sampling()
+    stream: bool = True
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # smaller runs earlier, as in vLLM
+    tag: Annotated[str, Meta(max_length=64)] = ""  # a label only; ids are the engine's own
+    cache_salt: Annotated[str, Meta(max_length=128)] = ""
+    detach: bool = False  # goes on when its client vanishes
+
+
+class Cancel(_Struct, tag="req.cancel", frozen=True, kw_only=True):
+    """Cancel one request (``rid``), those with a tag, or all of this client's. Idempotent."""
+
+    id: Id
+    rid: Id | None = None
+    tag: Annotated[str, Meta(max_length=64)] | None = None
+    all: bool = False
+
+
+class LogTail(_Struct, tag="log.tail", frozen=True, kw_only=True):
+    id: Id
+    after: UInt = 0
+    max: Annotated[int, Meta(ge=1, le=2000)] = 500
+
+
+class Shutdown(_Struct, tag="shutdown", frozen=True, kw_only=True):
+    id: Id
+    mode: Literal["drain", "now"] = "now"
+    timeout_ms: Annotated[int, Meta(ge=0, le=600_000)] = 5000
+
+
+Command = Hello | Ping | Snapshot | CfgGet | CfgSet | Submit | Cancel | LogTail | Shutdown
+
+
+# --- replies: engine -> client, on ctl -----------------------------------------------------------
+
+ErrorCode = Literal[
+    "bad_message", "proto_mismatch", "unauthorized", "unknown_command", "invalid", "conflict", "busy",
+    "not_ready", "not_found", "too_large", "too_long", "rate_limited", "timeout", "cancelled", "oom",
+    "unsupported", "internal",
+]  # fmt: skip
+
+
+class Error(_Struct, tag="error", frozen=True, kw_only=True):
+    """A command that was not carried out. ``id`` is 0 where the command's own could not be read."""
+
+    id: UInt
+    code: ErrorCode
+    message: Text
+    keys: Annotated[dict[str, str], Meta(max_length=128)] = {}  # one reason for each refused knob
+    retry_after_ms: UInt | None = None
+
+
+class Welcome(_Struct, tag="welcome", frozen=True, kw_only=True):
+    id: Id
+    proto: Pos
+    session: Name  # new in each engine process
+    engine: EngineInfo
+    tel_endpoint: Text
+    mono_ns: Ns
+    unix_ms: UInt
+    max_frame_bytes: UInt
+
+
+class Pong(_Struct, tag="pong", frozen=True, kw_only=True):
+    id: Id
+    mono_ns: Ns
+
+
+class Cfg(_Struct, tag="cfg", frozen=True, kw_only=True):
+    id: Id
+    rev: UInt
+    values: dict[str, KnobValue]
+    knobs: Annotated[list[KnobInfo], Meta(max_length=256)]
+
+
+class CfgAccepted(_Struct, tag="cfg.accepted", frozen=True, kw_only=True):
+    """A patch was validated and is queued (or, dry, would be). `ApplyEvent` tells how it ended."""
+
+    id: Id
+    apply_id: UInt
+    mode: ApplyMode
+    changed: dict[str, KnobValue]
+    running: UInt  # requests that will go on by recompute where the mode rebuilds
+
+
+class Accepted(_Struct, tag="req.accepted", frozen=True, kw_only=True):
+    id: Id
+    rid: Id
+    prompt_tokens: UInt
+
+
+class Cancelled(_Struct, tag="req.cancelled", frozen=True, kw_only=True):
+    id: Id
+    n: UInt
+
+
+class LogLines(_Struct, tag="log.lines", frozen=True, kw_only=True):
+    id: Id
+    lines: Annotated[list[LogLine], Meta(max_length=2000)]
+
+
+class Ok(_Struct, tag="ok", frozen=True, kw_only=True):
+    id: Id
+
+
+class TopLogprob(_Struct, frozen=True, kw_only=True):
+    token: TokenId
+    logprob: float
+
+
+class TokenLogprob(_Struct, frozen=True, kw_only=True):
+    token: TokenId
+    logprob: float
+    top: list[TopLogprob] = []
+
+
+class Tokens(_Struct, tag="req.tokens", frozen=True, kw_only=True):
+    """New tokens of a streamed request: ids from output index ``index`` on, and the text they release.
+
+    Text may lag ids (an unfinished character, a possible stop string), and the texts of a request joined
+    equal its full text. ``t_ns`` holds one engine time for each id.
+    """
+
+    rid: Id
+    index: UInt
+    ids: list[TokenId]
+    text: LongText
+    t_ns: list[Ns]
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Done(_Struct, tag="req.done", frozen=True, kw_only=True):
+    """The last message of a request, whatever ended it. Without ``stream`` it carries ids and text."""
+
+    rid: Id
+    finish: Finish
+    text: LongText = ""  # what was held back (streamed), or the whole text (not streamed)
+    row: RequestRow
+    ids: list[TokenId] | None = None
+    logprobs: list[TokenLogprob] | None = None
+    stop_reason: str | int | None = None  # the stop string or stop id that ended it
+    code: ErrorCode | None = None
+    message: Text = ""
+
+
+class SnapshotReply(_Struct, tag="snapshot.reply", frozen=True, kw_only=True):
+    id: Id
+    seq: dict[str, UInt]  # per topic, the last one contained
+    state: EngineState
+    cfg: Cfg
+    steps: list[StepRow]  # the newest, oldest first, at most 512
+    requests: list[RequestRow]  # live ones
+    blocks: BlockKeyframe | None
+    events: list[ApplyEvent]
+    device: DeviceInfo | None
+    model: ModelInfo | None
+
+
+StreamItem = Tokens | Done
+Reply = (
+    Error | Welcome | Pong | Cfg | CfgAccepted | Accepted | Cancelled | LogLines | Ok | SnapshotReply
+    | Tokens | Done
+)  # fmt: skip
+
+
+# --- telemetry: engine -> every client, on tel ---------------------------------------------------
+
+
+class EngineState(_Struct, tag="state", frozen=True, kw_only=True):
+    """The engine's phase. Published on each change and once a second; in every snapshot."""
+
+    phase: Phase
+    since_ns: Ns
+    cfg_rev: UInt
+    stage: Text = ""  # while loading: what is being done
+    done_bytes: UInt = 0
+    total_bytes: UInt = 0
+    pending_apply: UInt | None = None  # apply_id
+    reason: Text = ""  # why it failed or stalled, for the person who reads it
+    running: UInt = 0
+    waiting: UInt = 0
+    num_blocks: UInt = 0
+    block_size: UInt = 0
+    model: ModelInfo | None = None
+    device: DeviceInfo | None = None
+
+
+class Heartbeat(_Struct, tag="hb", frozen=True, kw_only=True):
+    """Four a second from the I/O thread. ``last_step_age_us`` shows a stalled loop behind a live socket."""
+
+    mono_ns: Ns
+    step: UInt
+    busy: Literal["idle", "step", "load", "apply"]
+    last_step_age_us: UInt
+    rss_bytes: UInt
+    device_bytes: UInt = 0
+    cpu_percent: UFloat | None = None
+    dropped: dict[str, UInt] = {}  # per queue, since start
+    bad_frames: UInt = 0
+
+
+class StepRow(_Struct, array_like=True, frozen=True, kw_only=True):
+    """One scheduler step. Positional on the wire, so the order of fields is part of the protocol."""
+
+    v: Annotated[int, Meta(ge=1, le=1)]
+    step: UInt
+    t_ns: Ns  # its start
+    dur_us: UInt
+    plan_us: UInt
+    prepare_us: UInt
+    forward_us: UInt
+    sample_us: UInt
+    detokenize_us: UInt
+    publish_us: UInt  # of the step before
+    prefill_reqs: UInt
+    decode_reqs: UInt
+    prefill_tok: UInt
+    decode_tok: UInt
+    running: UInt
+    waiting: UInt
+    preempted: UInt  # in this step
+    recompute_tok: UInt  # of prefill_tok, those computed once already
+    used_blk: UInt  # referenced by a live request
+    cached_blk: UInt  # unreferenced, content kept for reuse
+    free_blk: UInt
+    used_tok: UInt  # tokens held in used blocks; waste = used_blk * block_size - used_tok
+    query_tok: UInt  # prefix cache: tokens looked up at admission in this step
+    hit_tok: UInt
+    weight_bytes: UInt  # modelled traffic of the step
+    kv_bytes: UInt
+    flops: UInt
+    attention: Name  # the backend that really ran
+    kernels: Annotated[str, Meta(max_length=256)]  # further implementations that ran, comma separated
+    cfg_rev: UInt
+
+
+class StepRows(_Struct, tag="steps", frozen=True, kw_only=True):
+    rows: Annotated[list[StepRow], Meta(max_length=1024)]
+
+
+class RequestRow(_Struct, frozen=True, kw_only=True):
+    """One request, on each change of state and at its end. Times are None until they happened."""
+
+    rid: Id
+    tag: Annotated[str, Meta(max_length=64)]
+    state: RequestState
+    arrive_ns: Ns
+    prompt_tok: UInt
+    cached_tok: UInt = 0  # prefix hits at first admission
+    computed_tok: UInt = 0
+    output_tok: UInt = 0
+    max_tokens: UInt = 0
+    priority: int = 0
+    sched_ns: Ns | None = None  # first time scheduled; a preemption does not change it
+    first_ns: Ns | None = None
+    last_ns: Ns | None = None
+    end_ns: Ns | None = None
+    preempt_n: UInt = 0
+    preempted_us: UInt = 0
+    recompute_tok: UInt = 0
+    resume_hit_tok: UInt = 0  # prefix hits after a preemption, kept apart
+    miss_reason: Annotated[str, Meta(max_length=64)] = ""
+    itl_us: Annotated[list[UInt], Meta(max_length=8192)] = []  # at the end only: gaps between tokens
+    finish: Finish | None = None
+    code: ErrorCode | None = None
+    message: Text = ""
+    rev_first: UInt = 0
+    rev_last: UInt = 0
+
+
+class RequestRows(_Struct, tag="reqs", frozen=True, kw_only=True):
+    rows: Annotated[list[RequestRow], Meta(max_length=4096)]
+
+
+# Block states of the map, one byte a block.
+BLOCK_FREE, BLOCK_CACHED, BLOCK_USED, BLOCK_SHARED, BLOCK_RESERVED, BLOCK_HOST = range(6)
+
+
+class BlockKeyframe(_Struct, tag="blk.key", frozen=True, kw_only=True):
+    """The whole block map. ``state`` is u8, ``fill`` u16 and ``owner`` u32 little endian, one a block.
+
+    ``fill`` counts the tokens held in the block, ``owner`` is the id of one owning request modulo 2^32
+    (0: none). ``frame`` numbers keyframes and deltas in one sequence.
+    """
+
+    frame: UInt
+    t_ns: Ns
+    num_blocks: UInt
+    block_size: UInt
+    state: Annotated[bytes, Meta(max_length=MAX_BLOCKS)]
+    fill: Annotated[bytes, Meta(max_length=2 * MAX_BLOCKS)]
+    owner: Annotated[bytes, Meta(max_length=4 * MAX_BLOCKS)]
+
+
+class BlockDelta(_Struct, tag="blk.delta", frozen=True, kw_only=True):
+    """What changed since frame ``frame - 1``: ``index`` is u32 little endian, the rest as in the keyframe."""
+
+    frame: UInt
+    t_ns: Ns
+    index: Annotated[bytes, Meta(max_length=4 * MAX_BLOCKS)]
+    state: Annotated[bytes, Meta(max_length=MAX_BLOCKS)]
+    fill: Annotated[bytes, Meta(max_length=2 * MAX_BLOCKS)]
+    owner: Annotated[bytes, Meta(max_length=4 * MAX_BLOCKS)]
+
+
+class ApplyEvent(_Struct, tag="apply", frozen=True, kw_only=True):
+    """How a configuration change ended. ``at_step`` is the first step that ran under ``to_rev``."""
+
+    apply_id: UInt
+    from_rev: UInt
+    to_rev: UInt
+    result: Literal["ok", "rolled_back"]
+    t_ns: Ns
+    at_step: UInt
+    took_us: UInt
+    mode: ApplyMode
+    patch: dict[str, KnobValue]
+    preempted: UInt = 0
+    why: Text = ""
+
+
+class LogLine(_Struct, tag="log", frozen=True, kw_only=True):
+    n: UInt
+    level: Literal["debug", "info", "warning", "error"]
+    unix_ms: UInt
+    source: Name
+    message: Text
+
+
+class GpuRow(_Struct, tag="gpu", frozen=True, kw_only=True):
+    """NVML readings of one card, each unknown (None) on its own."""
+
+    t_ns: Ns
+    uuid: Annotated[str, Meta(max_length=96)]
+    name: Text
+    utilization_percent: UFloat | None = None
+    memory_used_bytes: UInt | None = None
+    memory_total_bytes: UInt | None = None
+    power_w: UFloat | None = None
+    temperature_c: UFloat | None = None
+    sm_clock_mhz: UFloat | None = None
+    memory_clock_mhz: UFloat | None = None
+    dram_read_write_percent: UFloat | None = None  # GPM, of the theoretical peak
+    sm_active_percent: UFloat | None = None  # GPM
+    throttle: Text = ""
+    error: Text = ""
+
+
+Telemetry = (
+    EngineState | Heartbeat | StepRows | RequestRows | BlockKeyframe | BlockDelta | ApplyEvent | LogLine
+    | GpuRow
+)  # fmt: skip
+
+TOPICS = ("state", "hb", "step", "req", "blk", "event", "log", "gpu")
+Topic = Literal["state", "hb", "step", "req", "blk", "event", "log", "gpu"]
