@@ -1,0 +1,21 @@
+"""What every test shares. Set before torch or Qt is imported anywhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Threads that spin while they wait starve the other process on a small machine: decoding falls tenfold.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may fetch a model by name
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo model's GGUF file, fetched once if it is not there (see tests/demo_model.py)."""
+    from tests import demo_model as files
+
+    return files.path()
