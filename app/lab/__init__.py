@@ -1,0 +1,1 @@
+"""Workloads, the load generator (its own process) and the statistics of a run. No Qt here."""

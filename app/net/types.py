@@ -1,0 +1,167 @@
+"""What the I/O thread hands to the rest of the console: link states, batches, ends of streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipc.messages import (
+    ApplyEvent,
+    Cfg,
+    Command,
+    DeviceInfo,
+    Done,
+    EngineInfo,
+    EngineState,
+    Error,
+    GpuRow,
+    Heartbeat,
+    KnobValue,
+    LogLine,
+    ModelInfo,
+    Reply,
+    RequestRow,
+    StepRow,
+    Tokens,
+)
+
+
+class LinkState(StrEnum):
+    """How the console stands with its engine."""
+
+    OFFLINE = "offline"  # none was asked for, or it was detached
+    STARTING = "starting"  # the process runs and has not said where it listens
+    CONNECTING = "connecting"  # its address is known; no welcome yet
+    LOADING = "loading"  # it answers; the model is being loaded
+    READY = "ready"
+    STALLED = "stalled"  # the socket lives, the step loop does not move on
+    UNRESPONSIVE = "unresponsive"  # nothing was heard of it for a second
+    DEAD = "dead"  # its process ended
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatus:
+    """The link as of one `drain`. Times are seconds of the console's monotonic clock."""
+
+    state: LinkState = LinkState.OFFLINE
+    reason: str = ""  # for the person who reads it; empty where the state says it all
+    since_s: float = 0.0
+    endpoint: str = ""
+    managed: bool = False  # the engine is our child: it can be stopped and restarted
+    pid: int | None = None
+    session: str | None = None
+    engine: EngineInfo | None = None
+    exit_code: int | None = None  # of a managed engine that ended by itself
+    exit_signal: int | None = None  # or by this signal
+    log_tail: tuple[str, ...] = ()  # the last lines it printed, when DEAD
+    data_age_s: float | None = None  # since anything was heard
+    heartbeat: Heartbeat | None = None
+    clock_offset_ns: int = 0  # engine's monotonic clock minus ours
+    rtt_s: float | None = None
+    lost: dict[str, int] = field(default_factory=dict)  # messages missed, per topic, in this session
+    bad_frames: int = 0  # messages this side could not read
+    can_restart: bool = False
+    command_line: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """The block map, one entry a physical block: ``state`` [N] u8, ``fill`` [N] u16, ``owner`` [N] u32."""
+
+    t_s: float
+    block_size: int
+    state: NDArray[np.uint8]
+    fill: NDArray[np.uint16]
+    owner: NDArray[np.uint32]
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.state.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLost:
+    """A stream that ended without `Done`, because its engine died or the link was closed."""
+
+    rid: int
+    message: str
+
+
+StreamEvent = Tokens | Done | StreamLost
+OnReply = Callable[[Reply], None]
+OnItem = Callable[[StreamEvent], None]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Everything new since the last `drain`, coalesced: rows in order, of the rest the latest only."""
+
+    now_s: float  # the console's monotonic clock
+    link: LinkStatus
+    new_session: bool = False  # an engine process not seen before began in this batch
+    resynced: bool = False  # a snapshot was taken in: what it holds replaces what was known
+    state: EngineState | None = None
+    cfg: Cfg | None = None
+    model: ModelInfo | None = None
+    device: DeviceInfo | None = None
+    steps: list[StepRow] = field(default_factory=list)
+    requests: list[RequestRow] = field(default_factory=list)  # the last row of each, ended ones always
+    events: list[ApplyEvent] = field(default_factory=list)
+    logs: list[LogLine] = field(default_factory=list)
+    gpu: list[GpuRow] = field(default_factory=list)
+    blocks: BlockView | None = None
+    dropped_rows: int = 0  # rows this side gave up because nobody drained for long
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """How to start a managed engine. ``knobs`` are initial values, as `--knob id=value`."""
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    knobs: dict[str, KnobValue] = field(default_factory=dict)
+    kv_pool_gib: float | None = None
+    threads: int | None = None
+    extra: tuple[str, ...] = ()  # further arguments of decodeck-engine
+
+    def argv(self, python: str) -> list[str]:
+        """The command line, one list item an argument: no shell ever sees it."""
+        line = [python, "-m", "engine", "--managed", "--model", self.model]
+        line += ["--dtype", self.dtype, "--device", self.device]
+        if self.load_format != "auto":
+            line += ["--load-format", self.load_format]
+        if self.kv_pool_gib is not None:
+            line += ["--kv-pool-gib", repr(self.kv_pool_gib)]
+        if self.threads is not None:
+            line += ["--threads", str(self.threads)]
+        for knob, value in sorted(self.knobs.items()):
+            line += ["--knob", f"{knob}={knob_text(value)}"]
+        return [*line, *self.extra]
+
+
+def knob_text(value: KnobValue) -> str:
+    """A knob's value as the engine's command line reads it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A command on its way, and whom to tell."""
+
+    command: Command
+    on_reply: OnReply | None
+    on_item: OnItem | None
+    deadline_s: float
+
+    def fail(self, request_id: int, message: str) -> Error:
+        return Error(id=request_id, code="cancelled", message=message)
