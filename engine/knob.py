@@ -1,0 +1,97 @@
+"""What one optimization's declaration holds, and the check of a value against it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ipc.messages import ApplyMode, KnobInfo, KnobValue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnobContext:
+    """What availability may depend on: the device in use and what the loaded model can do."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    attention: Sequence[str] = ("naive", "sdpa")  # back ends that can run here
+    max_model_len: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """One optimization. ``lossy`` ones may change outputs.
+
+    ``requires`` names the knobs, and the value of each, without which this one has no effect; it is told,
+    not enforced, so that each knob can be flipped alone. ``reason`` set means not available anywhere.
+    ``choice_reason`` says for each choice why it cannot run here, or "" if it can.
+    """
+
+    id: str
+    group: str
+    title: str
+    help: str
+    type: Literal["bool", "int", "float", "choice"]
+    default: KnobValue
+    apply: ApplyMode = "step"
+    lossy: bool = False
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    requires: Mapping[str, str] = field(default_factory=dict)
+    reason: str = ""
+    choice_reason: Callable[[str, KnobContext], str] | None = None
+
+    def refused_choices(self, context: KnobContext) -> dict[str, str]:
+        """Choices that cannot run here and why."""
+        if self.choice_reason is None:
+            return {}
+        reasons = {choice: self.choice_reason(choice, context) for choice in self.choices}
+        return {choice: reason for choice, reason in reasons.items() if reason}
+
+    def why_not(self, value: object, context: KnobContext) -> str:
+        """Why this value cannot be taken, or "" if it can. Says the value and what is allowed."""
+        if self.reason:
+            return f"{self.id} is not available: {self.reason}"
+        if self.type == "bool":
+            return "" if isinstance(value, bool) else f"{value!r} is not true or false"
+        if self.type == "choice":
+            if value not in self.choices:
+                return f"{value!r} is not one of {', '.join(self.choices)}"
+            refused = self.refused_choices(context).get(str(value))
+            return f"{value} is not available: {refused}" if refused else ""
+        return self._number_why_not(value)
+
+    def _number_why_not(self, value: object) -> str:
+        whole = self.type == "int"
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            return f"{value!r} is not a {'whole number' if whole else 'number'}"
+        if not math.isfinite(value):
+            return f"{value!r} is not a finite number"
+        low, high = self.minimum, self.maximum
+        if (low is not None and value < low) or (high is not None and value > high):
+            return f"{value} lies outside {low:g} to {high:g} {self.unit}".rstrip()
+        return ""
+
+    def info(self, context: KnobContext) -> KnobInfo:
+        """The knob as the protocol shows it on this device."""
+        return KnobInfo(
+            id=self.id,
+            group=self.group,
+            title=self.title,
+            help=self.help,
+            type=self.type,
+            apply=self.apply,
+            default=self.default,
+            lossy=self.lossy,
+            unit=self.unit,
+            choices=list(self.choices),
+            minimum=self.minimum,
+            maximum=self.maximum,
+            requires=dict(self.requires),
+            available=not self.reason,
+            reason=self.reason,
+            choice_reasons=self.refused_choices(context),
+        )
