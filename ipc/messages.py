@@ -33,7 +33,19 @@ Text = Annotated[str, Meta(max_length=4096)]
 LongText = Annotated[str, Meta(max_length=1 << 20)]
 Count = UInt
 
-KnobValue = bool | int | float | str | None
+Float = Annotated[float, Meta(ge=-1e18, le=1e18)]  # bounds refuse NaN and infinities too
+LogProb = Annotated[float, Meta(le=0.001)]  # minus infinity is a value, NaN is not
+Reason = Annotated[str, Meta(max_length=1024)]
+
+KnobValue = (
+    bool
+    | Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)]
+    | Annotated[float, Meta(ge=-1e18, le=1e18)]
+    | Annotated[str, Meta(max_length=1024)]
+    | None
+)
+KnobValues = Annotated[dict[Name, KnobValue], Meta(max_length=256)]
+Counts = Annotated[dict[Name, UInt], Meta(max_length=64)]
 Finish = Literal["stop", "length", "cancelled", "error"]
 Phase = Literal["starting", "loading", "warming", "ready", "applying", "stalled", "stopping", "failed"]
 ApplyMode = Literal["step", "rebuild_kv", "reload", "restart"]
@@ -84,12 +96,12 @@ class KnobInfo(_Struct, frozen=True, kw_only=True):
     lossy: bool = False
     unit: Annotated[str, Meta(max_length=32)] = ""
     choices: Annotated[list[Name], Meta(max_length=64)] = []
-    minimum: float | None = None
-    maximum: float | None = None
-    requires: Annotated[dict[str, str], Meta(max_length=16)] = {}
+    minimum: Float | None = None
+    maximum: Float | None = None
+    requires: Annotated[dict[Name, Reason], Meta(max_length=16)] = {}
     available: bool = True
     reason: Text = ""  # why it is not available here
-    choice_reasons: Annotated[dict[str, str], Meta(max_length=64)] = {}  # unavailable choices and why
+    choice_reasons: Annotated[dict[Name, Reason], Meta(max_length=64)] = {}  # unavailable choices and why
 
 
 class ModelInfo(_Struct, frozen=True, kw_only=True):
@@ -132,7 +144,7 @@ class EngineInfo(_Struct, frozen=True, kw_only=True):
     started_unix_ms: UInt
     torch: Text = ""
     python: Text = ""
-    packages: Annotated[dict[str, str], Meta(max_length=64)] = {}
+    packages: Annotated[dict[Name, Name], Meta(max_length=64)] = {}
 
 
 # --- commands: client -> engine, on ctl ----------------------------------------------------------
@@ -166,7 +178,7 @@ class CfgSet(_Struct, tag="cfg.set", frozen=True, kw_only=True):
 
     id: Id
     expect_rev: UInt
-    patch: Annotated[dict[str, KnobValue], Meta(min_length=1, max_length=128)]
+    patch: Annotated[dict[Name, KnobValue], Meta(min_length=1, max_length=128)]
     dry_run: bool = False
 
 
@@ -186,7 +198,10 @@ class Submit(_Struct, tag="req.submit", frozen=True, kw_only=True):
 
 
 class Cancel(_Struct, tag="req.cancel", frozen=True, kw_only=True):
-    """Cancel one request (``rid``), those with a tag, or all of this client's. Idempotent."""
+    """Cancel one request (``rid``), those with a tag (both of any client), or all of this client's.
+
+    Idempotent: a request that has ended, or never was, counts as none cancelled.
+    """
 
     id: Id
     rid: Id | None = None
@@ -224,7 +239,7 @@ class Error(_Struct, tag="error", frozen=True, kw_only=True):
     id: UInt
     code: ErrorCode
     message: Text
-    keys: Annotated[dict[str, str], Meta(max_length=128)] = {}  # one reason for each refused knob
+    keys: Annotated[dict[Name, Reason], Meta(max_length=128)] = {}  # one reason for each refused knob
     retry_after_ms: UInt | None = None
 
 
@@ -247,7 +262,7 @@ class Pong(_Struct, tag="pong", frozen=True, kw_only=True):
 class Cfg(_Struct, tag="cfg", frozen=True, kw_only=True):
     id: Id
     rev: UInt
-    values: dict[str, KnobValue]
+    values: KnobValues
     knobs: Annotated[list[KnobInfo], Meta(max_length=256)]
 
 
@@ -257,7 +272,7 @@ class CfgAccepted(_Struct, tag="cfg.accepted", frozen=True, kw_only=True):
     id: Id
     apply_id: UInt
     mode: ApplyMode
-    changed: dict[str, KnobValue]
+    changed: KnobValues
     running: UInt  # requests that will go on by recompute where the mode rebuilds
 
 
@@ -281,15 +296,25 @@ class Ok(_Struct, tag="ok", frozen=True, kw_only=True):
     id: Id
 
 
+class Probe(_Struct, tag="probe", frozen=True, kw_only=True):
+    """Sent unasked to find out whether a client is still there. Needs no answer."""
+
+    mono_ns: Ns
+
+
 class TopLogprob(_Struct, frozen=True, kw_only=True):
     token: TokenId
-    logprob: float
+    logprob: LogProb
 
 
 class TokenLogprob(_Struct, frozen=True, kw_only=True):
     token: TokenId
-    logprob: float
-    top: list[TopLogprob] = []
+    logprob: LogProb
+    top: Annotated[list[TopLogprob], Meta(max_length=32)] = []
+
+
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)]
+TokenLogprobs = Annotated[list[TokenLogprob], Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
 class Tokens(_Struct, tag="req.tokens", frozen=True, kw_only=True):
@@ -301,10 +326,10 @@ class Tokens(_Struct, tag="req.tokens", frozen=True, kw_only=True):
 
     rid: Id
     index: UInt
-    ids: list[TokenId]
+    ids: TokenIds
     text: LongText
-    t_ns: list[Ns]
-    logprobs: list[TokenLogprob] | None = None
+    t_ns: Annotated[list[Ns], Meta(max_length=MAX_PROMPT_TOKENS)]
+    logprobs: TokenLogprobs | None = None
 
 
 class Done(_Struct, tag="req.done", frozen=True, kw_only=True):
@@ -314,30 +339,32 @@ class Done(_Struct, tag="req.done", frozen=True, kw_only=True):
     finish: Finish
     text: LongText = ""  # what was held back (streamed), or the whole text (not streamed)
     row: RequestRow
-    ids: list[TokenId] | None = None
-    logprobs: list[TokenLogprob] | None = None
-    stop_reason: str | int | None = None  # the stop string or stop id that ended it
+    ids: TokenIds | None = None
+    logprobs: TokenLogprobs | None = None
+    stop_reason: Annotated[str, Meta(max_length=256)] | TokenId | None = (
+        None  # the stop string or stop id that ended it
+    )
     code: ErrorCode | None = None
     message: Text = ""
 
 
 class SnapshotReply(_Struct, tag="snapshot.reply", frozen=True, kw_only=True):
     id: Id
-    seq: dict[str, UInt]  # per topic, the last one contained
+    seq: Counts  # per topic, the last one contained
     state: EngineState
     cfg: Cfg
-    steps: list[StepRow]  # the newest, oldest first, at most 512
-    requests: list[RequestRow]  # live ones
+    steps: Annotated[list[StepRow], Meta(max_length=512)]  # the newest, oldest first
+    requests: Annotated[list[RequestRow], Meta(max_length=16_384)]  # the live ones, and newest ended ones
     blocks: BlockKeyframe | None
-    events: list[ApplyEvent]
+    events: Annotated[list[ApplyEvent], Meta(max_length=1024)]
     device: DeviceInfo | None
     model: ModelInfo | None
 
 
 StreamItem = Tokens | Done
 Reply = (
-    Error | Welcome | Pong | Cfg | CfgAccepted | Accepted | Cancelled | LogLines | Ok | SnapshotReply
-    | Tokens | Done
+    Error | Welcome | Pong | Cfg | CfgAccepted | Accepted | Cancelled | LogLines | Ok | Probe
+    | SnapshotReply | Tokens | Done
 )  # fmt: skip
 
 
@@ -359,6 +386,9 @@ class EngineState(_Struct, tag="state", frozen=True, kw_only=True):
     waiting: UInt = 0
     num_blocks: UInt = 0
     block_size: UInt = 0
+    ended: UInt = 0  # requests since start, whatever ended them
+    prefill_tok: UInt = 0  # tokens computed since start, so that totals survive a gap in the step rows
+    decode_tok: UInt = 0
     model: ModelInfo | None = None
     device: DeviceInfo | None = None
 
@@ -373,7 +403,7 @@ class Heartbeat(_Struct, tag="hb", frozen=True, kw_only=True):
     rss_bytes: UInt
     device_bytes: UInt = 0
     cpu_percent: UFloat | None = None
-    dropped: dict[str, UInt] = {}  # per queue, since start
+    dropped: Counts = {}  # per queue, since start
     bad_frames: UInt = 0
 
 
@@ -428,7 +458,7 @@ class RequestRow(_Struct, frozen=True, kw_only=True):
     computed_tok: UInt = 0
     output_tok: UInt = 0
     max_tokens: UInt = 0
-    priority: int = 0
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     sched_ns: Ns | None = None  # first time scheduled; a preemption does not change it
     first_ns: Ns | None = None
     last_ns: Ns | None = None
@@ -492,7 +522,7 @@ class ApplyEvent(_Struct, tag="apply", frozen=True, kw_only=True):
     at_step: UInt
     took_us: UInt
     mode: ApplyMode
-    patch: dict[str, KnobValue]
+    patch: KnobValues
     preempted: UInt = 0
     why: Text = ""
 
