@@ -29,6 +29,7 @@ CHARS_PER_TOKEN = 4.5  # of English prose; the engine counts the real tokens and
 HASHED_AT_MOST = 4096  # requests that enter the hash; longer lists follow from the specification anyway
 
 Range = tuple[Annotated[int, Meta(ge=1, le=1 << 20)], Annotated[int, Meta(ge=1, le=1 << 20)]]
+Weight = Annotated[float, Meta(ge=0.0, le=1e6)]
 T = TypeVar("T")
 
 
@@ -53,9 +54,9 @@ class WorkloadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_concurrency: Annotated[int, Meta(ge=1, le=10_000)] = 1000
     num_requests: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None  # None: until the duration is over
     duration_s: Annotated[float, Meta(gt=0.0, le=7 * 86_400.0)] | None = 60.0
-    mix: Annotated[dict[PromptKind, Annotated[float, Meta(ge=0.0, le=1e6)]], Meta(min_length=1)] = {
-        "chat": 1.0
-    }
+    mix: Annotated[dict[PromptKind, Weight], Meta(min_length=1)] = msgspec.field(
+        default_factory=lambda: {"chat": 1.0}
+    )
     input_tok: Range = (16, 128)  # chat and code
     long_tok: Range = (512, 1536)  # long_context
     prefix_tok: Annotated[int, Meta(ge=1, le=1 << 16)] = 384  # the system prompt of shared_prefix
