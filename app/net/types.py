@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 from ipc.messages import (
     ApplyEvent,
     Cfg,
-    Command,
     DeviceInfo,
     Done,
     EngineInfo,
     EngineState,
-    Error,
     GpuRow,
     Heartbeat,
     KnobValue,
@@ -38,6 +36,7 @@ class LinkState(StrEnum):
     CONNECTING = "connecting"  # its address is known; no welcome yet
     LOADING = "loading"  # it answers; the model is being loaded
     READY = "ready"
+    FAILED = "failed"  # it answers, but its model could not be loaded; `reason` says why
     STALLED = "stalled"  # the socket lives, the step loop does not move on
     UNRESPONSIVE = "unresponsive"  # nothing was heard of it for a second
     DEAD = "dead"  # its process ended
@@ -132,7 +131,8 @@ class LaunchSpec:
 
     def argv(self, python: str) -> list[str]:
         """The command line, one list item an argument: no shell ever sees it."""
-        line = [python, "-m", "engine", "--managed", "--model", self.model]
+        # -P: a folder named engine in the working directory must not stand in for the package.
+        line = [python, "-P", "-m", "engine", "--managed", "--model", self.model]
         line += ["--dtype", self.dtype, "--device", self.device]
         if self.load_format != "auto":
             line += ["--load-format", self.load_format]
@@ -152,16 +152,3 @@ def knob_text(value: KnobValue) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return repr(value) if isinstance(value, float) else str(value)
-
-
-@dataclass(slots=True)
-class Pending:
-    """A command on its way, and whom to tell."""
-
-    command: Command
-    on_reply: OnReply | None
-    on_item: OnItem | None
-    deadline_s: float
-
-    def fail(self, request_id: int, message: str) -> Error:
-        return Error(id=request_id, code="cancelled", message=message)
