@@ -49,6 +49,7 @@ qt_package() {
         libxkbcommon.so.0) echo libxkbcommon0 ;;
         libxkbcommon-x11.so.0) echo libxkbcommon-x11-0 ;;
         libz.so.1) echo zlib1g ;;
+        libzstd.so.1) echo libzstd1 ;;
         libstdc++.so.6) echo libstdc++6 ;;
         libgomp.so.1) echo libgomp1 ;;
         *) return 1 ;;

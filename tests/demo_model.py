@@ -10,7 +10,11 @@ import functools
 import os
 from pathlib import Path
 
+import pytest
+
 from app import demo_model
+
+_DATA = os.environ.get("DECODECK_DATA")  # as the run was started: a test may point it elsewhere
 
 
 @functools.cache
@@ -18,7 +22,12 @@ def path() -> Path:
     """The demo model's GGUF file. Raises where it cannot be had: a missing model is a failure, not a skip."""
     given = os.environ.get("DECODECK_DEMO_MODEL")
     if not given:
-        return demo_model.ensure(demo_model.terminal_progress)
+        with pytest.MonkeyPatch.context() as patch:
+            if _DATA is None:
+                patch.delenv("DECODECK_DATA", raising=False)
+            else:
+                patch.setenv("DECODECK_DATA", _DATA)
+            return demo_model.ensure(demo_model.terminal_progress)
     file = Path(given)
     if not file.is_file() or file.stat().st_size != demo_model.SIZE_BYTES:
         raise FileNotFoundError(
