@@ -121,7 +121,7 @@ def build(
 
 
 def write_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE, **tokenizer_config: Any) -> None:
-    """Write a byte-level BPE tokenizer of exactly ``vocab_size`` tokens: 4 special ones, bytes, merges, filler."""
+    """Write a byte-level BPE tokenizer of exactly ``vocab_size`` tokens, of which 4 are special."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

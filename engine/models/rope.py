@@ -4,11 +4,11 @@ Sources: RoFormer (arXiv 2104.09864); linear and dynamic NTK scaling as transfor
 (arXiv 2309.00071); LongRoPE (arXiv 2402.13753); the Llama 3.1 release. The formulas are checked against
 ``transformers.modeling_rope_utils`` in the tests, element for element.
 
-Two kinds depend on the length of the context. transformers decides it anew for each forward pass, so that a
-key depends on what else was in the pass. Here the length that the engine serves (``served_len``) decides once:
-*dynamic* uses the plain frequencies up to the model's own length and the frequencies of ``served_len`` beyond;
-*longrope* uses the short factors up to the original length and the long factors beyond. Both equal transformers
-for every context that fits the original length, and for a prompt of exactly ``served_len`` tokens.
+Two kinds depend on the length of the context. transformers decides it anew for each forward pass, so that
+a key depends on what else was in the pass. Here the length that the engine serves (``served_len``) decides
+once: *dynamic* uses the plain frequencies up to the model's own length and the frequencies of ``served_len``
+beyond; *longrope* uses the short factors up to the original length and the long factors beyond. Both equal
+transformers for every context that fits the original length, and for a prompt of ``served_len`` tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class RopeSpec:
     """How positions become angles. ``rotary_dim`` is even: that many first elements of each head are rotated.
 
     ``max_position`` is the model's own context, ``original_len`` the one before its context was extended,
-    ``served_len`` what the engine serves (0: the model's default). ``short_factor`` and ``long_factor`` belong
-    to longrope; ``short_factor`` alone is the divisors of kind "table", as GGUF files carry them for Llama 3.
+    ``served_len`` what the engine serves (0: the model's default). ``short_factor`` and ``long_factor``
+    belong to longrope; kind "table" (GGUF files of Llama 3) has its divisors in ``short_factor``.
     """
 
     kind: Kind
@@ -76,7 +76,7 @@ class RopeSpec:
             )
 
     def default_len(self, max_position: int) -> int:
-        """The context to serve unless told otherwise: longrope starts with its short factors, for short texts."""
+        """The context to serve unless told otherwise; for longrope that of its short factors."""
         if self.kind == "longrope":
             return min(max_position, self.original_len)
         if self.kind == "yarn":
@@ -92,12 +92,12 @@ class RopeSpec:
         return default_len
 
     def inv_freq(self) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies, float32 [rotary_dim / 2], and the factor that cosine and sine are multiplied by."""
+        """Inverse frequencies, float32 [rotary_dim / 2], and the factor of cosine and sine."""
         return _COMPUTE[self.kind](self)
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], *, head_dim: int, max_position: int) -> RopeSpec:
-        """Read ``rope_parameters`` (transformers 5) or ``rope_scaling`` and ``rope_theta`` (transformers 4)."""
+        """Read ``rope_parameters`` (transformers 5) or ``rope_scaling`` and ``rope_theta`` (4)."""
         given = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if not isinstance(given, Mapping):
             raise ModelError(f"the rope settings in config.json are {given!r}, an object is needed")
@@ -124,7 +124,7 @@ def _from_hf(
             raise ModelError(f"rope {kind} needs a factor, config.json has none")
         factor = max_position / original if kind in ("yarn", "longrope") else 1.0
     return RopeSpec(
-        kind=kind,  # type: ignore[arg-type]  # checked against KINDS above
+        kind=kind,
         theta=10_000.0 if theta is None else float(theta),
         # "proportional" rotates the whole head, its last frequencies being 0.
         rotary_dim=head_dim if kind == "proportional" else int(head_dim * partial),

@@ -104,7 +104,7 @@ class ModelSpec:
         return 2 * self.num_layers * self.kv_size * dtype.itemsize
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Canonical name and shape of every tensor the model has, in layer order. Linear weights are [out, in]."""
+        """Canonical name and shape of every tensor, in layer order. Linear weights are [out, in]."""
         h, f = self.hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, h)}
         linears = {
@@ -197,9 +197,9 @@ def _from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 _REFUSED = {
-    "auto_map": "this model wants to run code of its own (auto_map in config.json), which Decodeck never does; "
+    "auto_map": "this model wants to run code of its own (auto_map in config.json), which is never done; "
     "use a model of the architectures " + ", ".join(ARCHITECTURES),
-    "quantization_config": "this model's weights are quantized (quantization_config in config.json), which is not "
+    "quantization_config": "the weights are quantized (quantization_config in config.json), which is not "
     "supported for safetensors; use the original weights or a GGUF file",
 }
 
@@ -227,7 +227,7 @@ def _int(config: Mapping[str, Any], key: str) -> int:
 
 
 def _layer_windows(config: Mapping[str, Any], arch: Architecture, layers: int) -> tuple[int | None, ...]:
-    """Mistral: all layers alike. Qwen: the layers from ``max_window_layers`` on, or as ``layer_types`` says."""
+    """Mistral: all layers alike. Qwen: the layers from ``max_window_layers`` on, or ``layer_types``."""
     if arch == "llama":
         return (None,) * layers
     window = config.get("sliding_window", _DEFAULT_WINDOW)

@@ -1,0 +1,83 @@
+"""Weights from a file into a tensor, part by part, so that no model is ever in memory twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from engine.models.errors import ModelError
+
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done_bytes, total_bytes), often, on the loading thread."""
+
+STAGING_BYTES = 8 << 20
+
+
+class Meter:
+    """Counts the bytes of one stage and reports them."""
+
+    def __init__(self, stage: str, total_bytes: int, progress: Progress) -> None:
+        self.stage, self.total, self.done = stage, total_bytes, 0
+        self._progress = progress
+        progress(stage, 0, total_bytes)
+
+    def add(self, count: int) -> None:
+        self.done += count
+        self._progress(self.stage, self.done, self.total)
+
+
+def resolve(path: Path, roots: Sequence[Path]) -> Path:
+    """The real path behind ``path``, which must exist and, if roots are given, lie under one of them."""
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"{path} cannot be opened: {error}") from error
+    if roots and not any(real.is_relative_to(root.resolve()) for root in roots):
+        allowed = ", ".join(map(str, roots))
+        raise ModelError(f"{path} lies outside the folders that models may come from ({allowed})")
+    return real
+
+
+def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor. Raises `ModelError` if memory does not suffice."""
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise ModelError(
+            f"not enough memory on {device} for {name} {list(shape)} in {dtype}: use a smaller model, "
+            f"another dtype or another device ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def read_exactly(file: BinaryIO, target: torch.Tensor) -> None:
+    """Fill a contiguous uint8 CPU tensor from the file. Raises `ModelError` if the file ends early."""
+    view = target.numpy().data
+    while view:
+        count = file.readinto(view)  # type: ignore[attr-defined]  # unbuffered and buffered files have it
+        if not count:
+            raise ModelError(f"{getattr(file, 'name', 'the file')} ended early: it was cut or changed")
+        view = view[count:]
+
+
+def read_plain(file: BinaryIO, source: torch.dtype, target: torch.Tensor, meter: Meter) -> None:
+    """Read ``target``'s elements, stored as ``source``, from the file's position, converting as needed."""
+    flat = target.view(-1)
+    per_part = STAGING_BYTES // source.itemsize
+    direct = source == target.dtype and target.device.type == "cpu"
+    staging = None if direct else torch.empty(min(per_part, flat.numel()), dtype=source)
+    for start in range(0, flat.numel(), per_part):
+        part = flat[start : start + per_part]
+        buffer = part if staging is None else staging[: part.numel()]
+        read_exactly(file, buffer.view(torch.uint8))
+        if staging is not None:
+            part.copy_(buffer)
+        meter.add(part.numel() * source.itemsize)
+
+
+def listing(names: Sequence[str], limit: int = 6) -> str:
+    """Names for an error message, the first few and how many more."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
