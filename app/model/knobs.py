@@ -61,7 +61,7 @@ class KnobView:
 Origin = Literal["user", "undo", "redo"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Change:
     """One patch on its way. ``seen`` holds the values its knobs had when it was asked for."""
 

@@ -3,27 +3,63 @@
 The window feeds it each `Batch` and reads figures, series and rows from it. All times are seconds of the
 console's own monotonic clock (the engine's stamps are shifted by the measured clock offset), so a change of
 wall clock moves nothing. A figure that is undefined is None and says why; in series it is a gap (NaN).
+Everything is bounded: hours at ten batches a second take no more memory than the first.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
-from app.model.series import BinTable
-from app.net.types import Batch, BlockView, LinkStatus
+import numpy as np
+
+from app.model.figures import (
+    STAGES,
+    STEP_COLUMNS,
+    Figure,
+    Gap,
+    Kpis,
+    LiveWindow,
+    Marker,
+    Roofline,
+    StageTimes,
+    StepWindow,
+    patch_label,
+    ratio,
+    roofline,
+    stage_times,
+    step_stats,
+    step_values,
+)
+from app.model.requests import RequestBook, RequestView
+from app.model.series import BinTable, Ring, percentiles
+from app.net.types import Batch, BlockView, LinkState, LinkStatus
 from ipc.messages import (
-    ApplyMode,
+    ApplyEvent,
     Cfg,
     DeviceInfo,
     EngineState,
     GpuRow,
     Heartbeat,
-    KnobValue,
     LogLine,
     ModelInfo,
-    RequestRow,
+    StepRow,
 )
+
+__all__ = [
+    "NO_TRAFFIC",
+    "TIMELINE_COLUMNS",
+    "Figure",
+    "Gap",
+    "Kpis",
+    "LiveWindow",
+    "Marker",
+    "RequestView",
+    "Roofline",
+    "SessionModel",
+    "StageTimes",
+]
 
 NO_TRAFFIC = "no traffic"
 
@@ -45,121 +81,28 @@ TIMELINE_COLUMNS = (
     "rss_bytes", "cpu_percent", "cfg_rev",
 )  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One number for a person: its value or why there is none, its sample size and its window."""
-
-    value: float | None
-    n: int | None = None
-    window_s: float | None = None
-    why_none: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Kpis:
-    """The strip at the top, over the trailing window. Times in seconds, rates per second, shares 0..1."""
-
-    ttft_p50_s: Figure
-    ttft_p95_s: Figure
-    ttft_p99_s: Figure
-    tpot_p50_s: Figure
-    tpot_p95_s: Figure
-    tpot_p99_s: Figure
-    queue_p50_s: Figure
-    e2e_p50_s: Figure
-    decode_tok_s: Figure
-    prefill_tok_s: Figure
-    finished_req_s: Figure
-    error_share: Figure  # of the requests that ended
-    running: Figure
-    waiting: Figure
-    kv_used_share: Figure
-    kv_cached_share: Figure
-    kv_waste_share: Figure
-    hit_rate: Figure
-    bandwidth_share: Figure  # modelled bytes per second of step time / measured copy bandwidth
-    preemptions: Figure
+_BIN_S = 0.5
+_SETTLE_S = 0.25  # a bin is drawn this long after its end, when the engine's rows of it have arrived
+_HOLE_S = 3.0  # a hole in the steps that no snapshot filled by then is a gap
+_SUMMED = (
+    "step_s", "plan_s", "prepare_s", "forward_s", "sample_s", "detokenize_s", "publish_s", "prefill_tok",
+    "decode_tok", "preempted", "query_tok", "hit_tok", "weight_bytes", "kv_bytes", "flops",
+)  # fmt: skip
+_LATEST = ("running", "waiting", "used_blk", "cached_blk", "free_blk", "used_tok", "cfg_rev")
+_AT = {name: i for i, name in enumerate(STEP_COLUMNS)}
+_NS = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """Mean and standard deviation of each stage of a step, in seconds, over the trailing window."""
+@dataclass(slots=True)
+class _Hole:
+    """Step numbers that did not arrive: how many are missing still, and around when."""
 
-    n: int
-    mean_s: dict[str, float]  # plan, prepare, forward, sample, detokenize, publish, other
-    std_s: dict[str, float]
-    total_mean_s: float | None
-    outside_forward_share: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Roofline:
-    """Where the steps of the trailing window stand against the machine's measured peaks."""
-
-    verdict: str  # memory-bound, compute-bound, overhead-bound, idle, unknown
-    explanation: str  # one sentence with the numbers it rests on
-    intensity_flop_per_byte: float | None
-    ridge_flop_per_byte: float | None
-    bandwidth_bytes_s: float | None  # modelled, per second of step time
-    peak_bytes_s: float | None
-    flops_s: float | None
-    peak_flops_s: float | None
-    weight_byte_share: float | None  # the rest is KV
-
-
-@dataclass(frozen=True, slots=True)
-class Marker:
-    """An applied or rolled-back change, for a line on every chart."""
-
-    t_s: float
-    apply_id: int
-    rev: int
-    ok: bool
-    mode: ApplyMode
-    patch: dict[str, KnobValue]
-    label: str  # "prefix_cache = off"
-    took_s: float
-    preempted: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """A stretch of time for which telemetry was lost; charts leave it empty."""
-
+    first: int
+    last: int
+    missing: int
     t0_s: float
     t1_s: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RequestView:
-    """One request as a table shows it. Undefined times are None."""
-
-    row: RequestRow
-    arrive_s: float
-    queue_s: float | None
-    ttft_s: float | None  # first token - arrival at the engine
-    tpot_s: float | None
-    e2e_s: float | None
-
-    @property
-    def rid(self) -> int:
-        return self.row.rid
-
-
-@dataclass(frozen=True, slots=True)
-class LiveWindow:
-    """The trailing window of the live session, raw, for a baseline: `Store.save_baseline` takes it."""
-
-    t0_s: float
-    t1_s: float
-    requests: tuple[RequestRow, ...]  # that ended inside the window
-    step_stats: dict[str, float | int | None]
-    markers: tuple[Marker, ...]  # a change inside the window makes the baseline mixed
-    sessions: int  # engine processes seen inside it; more than one marks it
-    lost: int  # telemetry messages lost in the session
+    seen_s: float
 
 
 class SessionModel:
@@ -178,37 +121,360 @@ class SessionModel:
         self.device: DeviceInfo | None = None
         self.blocks: BlockView | None = None
         self.gpus: dict[str, GpuRow] = {}
-        self.timeline = BinTable(TIMELINE_COLUMNS, 0.5, int(history_s / 0.5))
+        self.attention = ""  # the backend that the newest step really ran
+        self.kernels = ""
+        self.timeline = BinTable(TIMELINE_COLUMNS, _BIN_S, max(2, int(history_s / _BIN_S)))
         self.markers: deque[Marker] = deque(maxlen=500)
         self.gaps: deque[Gap] = deque(maxlen=500)
         self.logs: deque[LogLine] = deque(maxlen=2000)
         self.log_total = 0  # lines ever taken in, so that a view knows what is new
-        self.requests_rev = 0  # grows when `request_rows` changed
+        self.dropped_rows = 0
+        self._book = RequestBook()
+        self._steps = Ring(STEP_COLUMNS, 131_072)
+        self._sums = BinTable(("n", *_SUMMED, *_LATEST), _BIN_S, self.timeline.capacity)
+        self._dirty: set[int] = set()
+        self._last_step: int | None = None
+        self._last_end_s = 0.0
+        self._holes: list[_Hole] = []
+        self._session_starts: deque[float] = deque(maxlen=100)
+        self._begun_s: float | None = None
+
+    # --- taking in -------------------------------------------------------------------------------
 
     def ingest(self, batch: Batch) -> None:
-        raise NotImplementedError
+        """Take in one batch of the link; call it once for each `drain`."""
+        self.now_s, self.link = batch.now_s, batch.link
+        if self._begun_s is None:
+            self._begun_s = batch.now_s
+        self.heartbeat = batch.link.heartbeat
+        self.dropped_rows += batch.dropped_rows
+        offset_ns = batch.link.clock_offset_ns
+        if batch.new_session:
+            self._new_engine(batch.now_s)
+        self.state = batch.state or self.state
+        self.cfg = batch.cfg or self.cfg
+        self.model = batch.model or self.model
+        self.device = batch.device or self.device
+        self.blocks = batch.blocks or self.blocks
+        for gpu in batch.gpu:
+            self.gpus[gpu.uuid] = gpu
+        self.logs.extend(batch.logs)
+        self.log_total += len(batch.logs)
+        self._take_steps(batch.steps, offset_ns)
+        self._book.take(batch.requests, offset_ns)
+        if batch.live is not None:
+            self._book.resynced(batch.live)
+        for event in batch.events:
+            self._take_event(event, offset_ns)
+        self._close_holes()
+        self._draw()
+
+    def _new_engine(self, now_s: float) -> None:
+        self._book.new_engine()
+        self._last_step = None
+        self._holes.clear()
+        self.blocks = self.state = self.cfg = None
+        if self._session_starts:
+            self.gaps.append(Gap(self._last_end_s, now_s, "another engine process began"))
+        self._session_starts.append(now_s)
+
+    def _take_event(self, event: ApplyEvent, offset_ns: int) -> None:
+        self.markers.append(
+            Marker(
+                t_s=(event.t_ns - offset_ns) * _NS,
+                apply_id=event.apply_id,
+                rev=event.to_rev if event.result == "ok" else event.from_rev,
+                ok=event.result == "ok",
+                mode=event.mode,
+                patch=dict(event.patch),
+                label=patch_label(event.patch),
+                took_s=event.took_us * 1e-6,
+                preempted=event.preempted,
+                why=event.why,
+            )
+        )
+
+    def _take_steps(self, rows: list[StepRow], offset_ns: int) -> None:
+        new: list[tuple[float, ...]] = []
+        for row in rows:
+            t_s = (row.t_ns - offset_ns) * _NS
+            values = step_values(row, t_s)
+            self._add_to_bin(t_s, values)
+            if self._last_step is not None and row.step <= self._last_step:
+                self._fill_hole(row.step)  # a snapshot brought it late: its bin has it, the ring is in order
+                continue
+            if self._last_step is not None and row.step > self._last_step + 1:
+                first, last = self._last_step + 1, row.step - 1
+                self._holes.append(_Hole(first, last, last - first + 1, self._last_end_s, t_s, self.now_s))
+            self._last_step, self._last_end_s = row.step, t_s + row.dur_us * 1e-6
+            new.append(values)
+        if rows:
+            self.attention, self.kernels = rows[-1].attention, rows[-1].kernels
+        if new:
+            self._steps.append(new)
+
+    def _add_to_bin(self, t_s: float, values: tuple[float, ...]) -> None:
+        self._sums.advance(t_s)
+        number = self._sums.bin_of(t_s)
+        self._sums.add(number, "n", 1.0)
+        for name in _SUMMED:
+            self._sums.add(number, name, values[_AT[name]])
+        for name in _LATEST:
+            self._sums.put(number, name, values[_AT[name]])
+        self._dirty.add(number)
+
+    def _fill_hole(self, step: int) -> None:
+        for hole in self._holes:
+            if hole.first <= step <= hole.last:
+                hole.missing -= 1
+
+    def _close_holes(self) -> None:
+        for hole in [h for h in self._holes if h.missing <= 0 or self.now_s - h.seen_s > _HOLE_S]:
+            self._holes.remove(hole)
+            if hole.missing > 0:
+                self.gaps.append(Gap(hole.t0_s, hole.t1_s, f"{hole.missing} step rows were lost"))
+
+    # --- the timeline ----------------------------------------------------------------------------
+
+    def _draw(self) -> None:
+        """Write the bins that are over, and again those that rows arrived late for."""
+        begun = self.timeline.advance(self.now_s - _SETTLE_S - _BIN_S)
+        self._sums.advance(self.now_s)
+        for number in begun:
+            self._dirty.discard(number)
+            self._draw_rates(number)
+            self._draw_latency(number)
+        for number in [n for n in self._dirty if self.timeline.last is not None and n <= self.timeline.last]:
+            self._dirty.discard(number)
+            self._draw_rates(number)
+
+    def _draw_rates(self, number: int) -> None:
+        line, sums = self.timeline, self._sums
+        heartbeat = self.heartbeat
+        if heartbeat is not None:
+            line.put(number, "rss_bytes", float(heartbeat.rss_bytes))
+            if heartbeat.cpu_percent is not None:
+                line.put(number, "cpu_percent", heartbeat.cpu_percent)
+        steps = sums.get(number, "n")
+        if math.isnan(steps):
+            self._draw_quiet(number)
+            return
+        busy_s = sums.get(number, "step_s")
+        moved = sums.get(number, "weight_bytes") + sums.get(number, "kv_bytes")
+        values: dict[str, float | None] = {
+            "steps": steps,
+            "step_mean_s": busy_s / steps,
+            "busy_share": min(1.0, busy_s / _BIN_S),
+            "prefill_tok_s": sums.get(number, "prefill_tok") / _BIN_S,
+            "decode_tok_s": sums.get(number, "decode_tok") / _BIN_S,
+            "preempted": sums.get(number, "preempted"),
+            "running": sums.get(number, "running"),
+            "waiting": sums.get(number, "waiting"),
+            "cfg_rev": sums.get(number, "cfg_rev"),
+            "hit_rate": ratio(sums.get(number, "hit_tok"), sums.get(number, "query_tok")),
+            "model_bytes_s": moved / _BIN_S,
+            "flops_s": sums.get(number, "flops") / _BIN_S,
+            "step_bytes_s": ratio(moved, busy_s),
+            "step_flops_s": ratio(sums.get(number, "flops"), busy_s),
+        }
+        values |= {f"{stage}_s": sums.get(number, f"{stage}_s") / steps for stage in STAGES}
+        used, cached, free = (sums.get(number, c) for c in ("used_blk", "cached_blk", "free_blk"))
+        values |= self._kv_shares(used, cached, free, sums.get(number, "used_tok"))
+        for name, value in values.items():
+            line.put(number, name, math.nan if value is None else value)
+
+    def _kv_shares(self, used: float, cached: float, free: float, used_tok: float) -> dict[str, float | None]:
+        total = used + cached + free
+        held = used * (self.state.block_size if self.state is not None else 0)
+        return {
+            "kv_used_share": ratio(used, total),
+            "kv_cached_share": ratio(cached, total),
+            "kv_free_share": ratio(free, total),
+            "kv_waste_share": ratio(held - used_tok, held),
+        }
+
+    def _draw_quiet(self, number: int) -> None:
+        """A bin without steps: counts of requests and the pool go on, rates are gaps, 0 only in a stall."""
+        if self.state is None or self.link.state in (
+            LinkState.DEAD,
+            LinkState.UNRESPONSIVE,
+            LinkState.OFFLINE,
+        ):
+            return
+        line = self.timeline
+        line.put(number, "running", float(self.state.running))
+        line.put(number, "waiting", float(self.state.waiting))
+        line.put(number, "cfg_rev", float(self.state.cfg_rev))
+        if self.state.running:
+            line.put(number, "prefill_tok_s", 0.0)
+            line.put(number, "decode_tok_s", 0.0)
+            line.put(number, "busy_share", 0.0)
+        for name in ("kv_used_share", "kv_cached_share", "kv_free_share"):
+            line.put(number, name, line.get(number - 1, name))
+
+    def _draw_latency(self, number: int) -> None:
+        end_s = (number + 1) * _BIN_S
+        book, line = self._book, self.timeline
+        for name, ring, percents in (
+            ("ttft", book.ttft, (50.0, 95.0, 99.0)),
+            ("tpot", book.tpot, (50.0, 95.0, 99.0)),
+            ("itl", book.itl, (50.0, 99.0)),
+            ("queue", book.queue, (50.0,)),
+        ):
+            found = percentiles(_sample(ring, end_s - self.latency_window_s, end_s), percents)
+            if found.n:
+                line.put(number, f"{name}_n", float(found.n))
+            for percent in percents:
+                value = found[percent]
+                if value is not None:
+                    line.put(number, f"{name}_p{percent:.0f}_s", value)
+        ended = _sample(book.ended_kind, end_s - _BIN_S, end_s)
+        if ended.size:
+            line.put(number, "finished_req_s", float(ended.sum()) / _BIN_S)
+
+    # --- figures ---------------------------------------------------------------------------------
+
+    def _window(self) -> StepWindow:
+        return StepWindow(self._steps, self.now_s - self.window_s)
+
+    @property
+    def _span_s(self) -> float:
+        """The trailing window, shorter while the session is."""
+        begun_s = self._begun_s if self._begun_s is not None else self.now_s
+        return max(min(self.window_s, self.now_s - begun_s), 1e-9)
 
     def kpis(self) -> Kpis:
-        raise NotImplementedError
+        """The strip's figures over the last ``window_s`` seconds."""
+        steps, book, span_s = self._window(), self._book, self.window_s
+        quiet = f"{NO_TRAFFIC} in the last {span_s:g} s"
+
+        def latency(ring: Ring, percent: float, why: str) -> Figure:
+            found = percentiles(_sample(ring, self.now_s - span_s, self.now_s), (percent,))
+            return Figure(found[percent], found.n, span_s, "" if found.n else why)
+
+        def of_steps(value: float | None, why: str) -> Figure:
+            if steps.n == 0:
+                return Figure(None, 0, span_s, quiet)
+            return Figure(value, steps.n, span_s, "" if value is not None else why)
+
+        ended = _sample(book.ended_kind, self.now_s - span_s, self.now_s)
+        no_first, no_end = "no first token in this window", "no request ended in this window"
+        no_tpot = "no request with two tokens or more ended in this window"
+        roof = roofline(steps, self.device)
+        share = ratio(roof.bandwidth_bytes_s or 0.0, roof.peak_bytes_s or 0.0)
+        return Kpis(
+            ttft_p50_s=latency(book.ttft, 50.0, no_first),
+            ttft_p95_s=latency(book.ttft, 95.0, no_first),
+            ttft_p99_s=latency(book.ttft, 99.0, no_first),
+            tpot_p50_s=latency(book.tpot, 50.0, no_tpot),
+            tpot_p95_s=latency(book.tpot, 95.0, no_tpot),
+            tpot_p99_s=latency(book.tpot, 99.0, no_tpot),
+            queue_p50_s=latency(book.queue, 50.0, no_first),
+            e2e_p50_s=latency(book.e2e, 50.0, no_end),
+            decode_tok_s=of_steps(steps.total("decode_tok") / self._span_s, ""),
+            prefill_tok_s=of_steps(steps.total("prefill_tok") / self._span_s, ""),
+            finished_req_s=Figure(
+                float(ended.sum()) / self._span_s if ended.size else None,
+                int(ended.size),
+                span_s,
+                "" if ended.size else no_end,
+            ),
+            error_share=Figure(
+                float(1.0 - ended.mean()) if ended.size else None,
+                int(ended.size),
+                span_s,
+                "" if ended.size else no_end,
+            ),
+            running=self._present("running"),
+            waiting=self._present("waiting"),
+            kv_used_share=self._kv_figure("kv_used_share"),
+            kv_cached_share=self._kv_figure("kv_cached_share"),
+            kv_waste_share=self._kv_figure("kv_waste_share"),
+            hit_rate=of_steps(
+                ratio(steps.total("hit_tok"), steps.total("query_tok")),
+                "no prompt was looked up in this window",
+            ),
+            bandwidth_share=of_steps(share, "the machine's copy bandwidth was not measured"),
+            preemptions=of_steps(steps.total("preempted"), ""),
+        )
+
+    def _present(self, name: str) -> Figure:
+        """Requests running or waiting now: of the newest step or, when it is newer, the engine's state."""
+        if self.state is None:
+            return Figure(None, why_none="no engine")
+        steps = StepWindow(self._steps, self.now_s - 1.0)
+        if steps.n:
+            return Figure(steps.last(name))
+        return Figure(float(self.state.running if name == "running" else self.state.waiting))
+
+    def _kv_figure(self, name: str) -> Figure:
+        if self.state is None or not self._steps.total:
+            return Figure(None, why_none="no engine" if self.state is None else NO_TRAFFIC)
+        used, cached, free, tokens = (
+            float(self._steps.column(c, 1)[0]) for c in ("used_blk", "cached_blk", "free_blk", "used_tok")
+        )
+        value = self._kv_shares(used, cached, free, tokens)[name]
+        return Figure(value, why_none="" if value is not None else "no block is used")
 
     def stages(self) -> StageTimes:
-        raise NotImplementedError
+        """Where the time of a step goes, over the last ``window_s`` seconds."""
+        return stage_times(self._window())
 
     def roofline(self) -> Roofline:
-        raise NotImplementedError
+        """Memory- or compute-bound, over the last ``window_s`` seconds."""
+        return roofline(self._window(), self.device)
+
+    # --- requests, blocks, baselines -------------------------------------------------------------
+
+    @property
+    def requests_rev(self) -> int:
+        """Grows whenever `request_rows` changed."""
+        return self._book.rev
 
     def request_rows(self) -> list[RequestView]:
         """Live requests, newest first, then the newest 2000 that ended."""
-        raise NotImplementedError
+        return self._book.rows()
 
     def changed_requests(self, since_rev: int) -> list[RequestView]:
         """Those whose row changed after revision ``since_rev``, for a table that updates in place."""
-        raise NotImplementedError
+        return self._book.changed(since_rev)
+
+    @property
+    def lost_requests(self) -> int:
+        """Requests whose end was lost with a telemetry message."""
+        return self._book.unheard
 
     def blocks_of(self, rid: int) -> list[int]:
         """The physical blocks the map shows as owned by a request."""
-        raise NotImplementedError
+        if self.blocks is None:
+            return []
+        return [int(i) for i in np.flatnonzero(self.blocks.owner == (rid & 0xFFFFFFFF))]
+
+    def step_stats(self, t0_s: float) -> dict[str, float | int | None]:
+        """Statistics of the steps since ``t0_s``, for a baseline."""
+        block_size = self.state.block_size if self.state is not None else 0
+        return step_stats(StepWindow(self._steps, t0_s), self.now_s - t0_s, self.device, block_size)
 
     def live_window(self, span_s: float | None = None, newest: int | None = None) -> LiveWindow:
-        """Raw rows of the last ``span_s`` seconds, or of the ``newest`` ended requests."""
-        raise NotImplementedError
+        """Raw rows of the last ``span_s`` (else ``window_s``) seconds, or of the ``newest`` that ended."""
+        offset_ns = self.link.clock_offset_ns
+        t0_s = self.now_s - (span_s if span_s is not None else self.window_s)
+        rows = self._book.ended_rows(round(t0_s / _NS) + offset_ns, newest)
+        if newest is not None and rows:
+            t0_s = min(row.arrive_ns - offset_ns for row in rows) * _NS
+        return LiveWindow(
+            t0_s=t0_s,
+            t1_s=self.now_s,
+            requests=rows,
+            step_stats=self.step_stats(t0_s),
+            markers=tuple(marker for marker in self.markers if marker.t_s >= t0_s and marker.ok),
+            sessions=1 + sum(start >= t0_s for start in list(self._session_starts)[1:]),
+            lost=sum(self.link.lost.values()),
+        )
+
+
+def _sample(ring: Ring, t0_s: float, t1_s: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Values of the samples with t0 < t <= t1 (a ring whose ``t_s`` never falls)."""
+    times = ring.column("t_s")
+    first, last = np.searchsorted(times, (t0_s, t1_s), side="right")
+    return ring.column("value")[first:last]

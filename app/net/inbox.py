@@ -56,7 +56,8 @@ class Inbox:
                 batch.requests += self._requests.values()
                 self._requests = {}
                 batch.new_session = True
-            batch.resynced |= changes.resynced
+            if changes.resynced:
+                batch.resynced, batch.live = True, frozenset(mirror.live)
             batch.steps += changes.steps
             for row in changes.requests:
                 self._requests[row.rid] = row

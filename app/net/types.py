@@ -113,6 +113,7 @@ class Batch:
     logs: list[LogLine] = field(default_factory=list)
     gpu: list[GpuRow] = field(default_factory=list)
     blocks: BlockView | None = None
+    live: frozenset[int] | None = None  # after a resync: the requests that live; others ended unheard
     dropped_rows: int = 0  # rows this side gave up because nobody drained for long
 
 
