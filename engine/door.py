@@ -1,0 +1,65 @@
+"""What a request must meet before it is queued. Whoever fails here hears why, and nobody else notices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.request import Request
+from ipc.messages import ErrorCode, Sampling
+
+
+class RequestRefused(Exception):
+    """A request that was refused at the door: nothing was queued and no event will follow."""
+
+    def __init__(self, code: ErrorCode, message: str, retry_after_ms: int | None = None) -> None:
+        super().__init__(message)
+        self.code: ErrorCode = code
+        self.message = message
+        self.retry_after_ms = retry_after_ms
+
+
+def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> None:
+    """Raise RequestRefused if the request can never run on this model, saying value and limit."""
+    _check_ids("prompt", request.token_ids, vocab_size)
+    _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
+    if not request.token_ids:
+        raise RequestRefused("invalid", "the prompt has no tokens; give at least one")
+    _check_sampling(request.sampling)
+    if request.num_prompt >= max_model_len:
+        raise RequestRefused(
+            "too_long",
+            f"the prompt has {request.num_prompt} tokens, the limit is {max_model_len} with at least one new one; "
+            f"shorten it to {max_model_len - 1}",
+        )
+
+
+def check_fit(request: Request, needed_blocks: int, num_blocks: int, block_size: int) -> None:
+    """Raise RequestRefused if the whole pool could not hold the request at its longest."""
+    if needed_blocks > num_blocks:
+        raise RequestRefused(
+            "too_large",
+            f"{request.num_prompt} prompt tokens and up to {request.max_total - request.num_prompt} new ones "
+            f"need {needed_blocks} blocks of {block_size} tokens, the pool has {num_blocks}; ask for fewer",
+        )
+
+
+def _check_ids(what: str, ids: Sequence[int], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise RequestRefused(
+            "invalid", f"{what} holds id {wrong}, this model's ids are 0 to {vocab_size - 1}"
+        )
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    """The bounds the protocol declares, also for requests that did not come over the wire."""
+    try:
+        msgspec.convert(msgspec.to_builtins(sampling), Sampling)
+    except msgspec.ValidationError as error:
+        raise RequestRefused("invalid", f"sampling: {error}") from None
+    if sampling.min_tokens > sampling.max_tokens:
+        raise RequestRefused(
+            "invalid", f"min_tokens is {sampling.min_tokens}, above max_tokens {sampling.max_tokens}"
+        )

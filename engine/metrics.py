@@ -1,0 +1,81 @@
+"""What is measured of a step, and how each figure is defined.
+
+Times are differences of one monotonic clock, whole microseconds. A step begins when its plan is made and
+ends when its rows are ready for the sink; what the sink took is told in the next step's ``publish_us``. A
+request's ``sched_ns`` and ``first_ns`` keep their first value whatever happens later. Prefix hits are
+counted once, when a request is first admitted: what it finds of its own blocks after a preemption is in
+``resume_hit_tok`` only. ``prefill_tok`` holds every computed token that is not a decode step's single new
+one, so also those that a preemption made necessary again; ``recompute_tok`` is that part of it. The share
+of the pool in use is ``used_blk / (used_blk + cached_blk + free_blk)``: cached blocks count as not in use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ipc.messages import StepRow
+
+if TYPE_CHECKING:
+    from engine.plan import StepPlan
+    from engine.runner import StepOutput
+    from engine.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Instants of one step in nanoseconds, in the order in which they are passed."""
+
+    begin: int = 0
+    planned: int = 0
+    computed: int = 0
+    accepted: int = 0
+    detokenized: int = 0
+    end: int = 0
+
+
+def step_row(
+    step: int,
+    clock: StepClock,
+    plan: StepPlan,
+    out: StepOutput,
+    scheduler: Scheduler,
+    *,
+    publish_ns: int,
+    attention: str,
+    cfg_rev: int,
+) -> StepRow:
+    """One step's row, taken after its tokens were accepted."""
+    pool = scheduler.pool
+    return StepRow(
+        v=1,
+        step=step,
+        t_ns=clock.begin,
+        dur_us=(clock.end - clock.begin) // 1000,
+        plan_us=(clock.planned - clock.begin) // 1000,
+        prepare_us=round(out.prepare_s * 1e6),
+        forward_us=round(out.forward_s * 1e6),
+        sample_us=round(out.sample_s * 1e6),
+        detokenize_us=(clock.detokenized - clock.accepted) // 1000,
+        publish_us=publish_ns // 1000,
+        prefill_reqs=plan.prefill_requests,
+        decode_reqs=plan.decode_requests,
+        prefill_tok=plan.prefill_tokens,
+        decode_tok=plan.decode_tokens,
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        preempted=len(plan.preempted),
+        recompute_tok=plan.recompute_tokens,
+        used_blk=pool.num_used,
+        cached_blk=pool.num_cached,
+        free_blk=pool.num_free,
+        used_tok=pool.used_tokens,
+        query_tok=plan.query_tokens,
+        hit_tok=plan.hit_tokens,
+        weight_bytes=out.weight_bytes,
+        kv_bytes=out.kv_bytes,
+        flops=out.flops,
+        attention=attention,
+        kernels=out.kernels,
+        cfg_rev=cfg_rev,
+    )
