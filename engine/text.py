@@ -113,7 +113,7 @@ class Detokenizer:
     After a hit `matched` names it, the text ends before it, and further ids add nothing.
     """
 
-    __slots__ = ("_held", "_pending", "_stop", "_table", "_texts", "matched")
+    __slots__ = ("_firsts", "_held", "_pending", "_stop", "_table", "_texts", "matched")
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special: bool = True) -> None:
         if any(not text for text in stop):
@@ -121,6 +121,7 @@ class Detokenizer:
         self._table = tokenizer._bytes if skip_special else tokenizer._literal
         self._texts = tokenizer._texts if skip_special else None
         self._stop = tuple(stop)
+        self._firsts = frozenset(text[0] for text in stop)
         self._pending = b""  # an unfinished character
         self._held = ""  # a possible beginning of a stop string
         self.matched: str | None = None
@@ -128,6 +129,7 @@ class Detokenizer:
     def watch(self, stop: Sequence[str]) -> None:
         """Look for these stop strings in what is pushed from now on."""
         self._stop = tuple(stop)
+        self._firsts = frozenset(text[0] for text in stop)
 
     def push(self, ids: Sequence[int]) -> str:
         """Add ids and return the text they release."""
@@ -153,9 +155,9 @@ class Detokenizer:
     def _scan(self, new: str) -> str:
         if self.matched is not None:
             return ""
+        if not self._held and self._firsts.isdisjoint(new):
+            return new
         text = self._held + new
-        if not text:
-            return ""
         hits = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
         if hits:
             _, at, self.matched = min(hits)
