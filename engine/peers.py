@@ -1,0 +1,195 @@
+"""The clients of the engine's ``ctl`` socket: what each may send, and what is still to be sent to it.
+
+A slow reader must not hold up anyone. So a message that its socket does not take is queued here, and
+tokens of one request that are waiting are merged into one message; the queue is bounded by what the
+client's own requests may generate, and a client that lets it grow further is given up.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import zmq
+
+from ipc import codec
+from ipc import messages as m
+
+RATE_PER_S = 200.0
+BURST = 1200.0  # a thousand streams may start at once
+REPLY_CACHE = 256
+MAX_QUEUED_TOKENS = 1 << 20
+MAX_QUEUED_MESSAGES = 20_000
+
+
+class TokenBucket:
+    """A rate limit: ``rate`` commands a second, ``burst`` at once."""
+
+    def __init__(self, rate: float, burst: float, now_s: float) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._tokens = burst
+        self._at_s = now_s
+
+    def take(self, now_s: float) -> int:
+        """0 if one more command is allowed now, else the milliseconds until it will be."""
+        self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate)
+        self._at_s = now_s
+        if self._tokens >= 1.0:
+            self._tokens -= 1.0
+            return 0
+        return max(1, round((1.0 - self._tokens) / self._rate * 1000))
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Tokens of one request that its client has not taken yet."""
+
+    rid: int
+    index: int
+    ids: list[int]
+    text: list[str]
+    t_ns: list[int]
+    logprobs: list[m.TokenLogprob] | None
+
+    def add(self, tokens: m.Tokens) -> None:
+        self.ids += tokens.ids
+        self.text.append(tokens.text)
+        self.t_ns += tokens.t_ns
+        if self.logprobs is not None and tokens.logprobs is not None:
+            self.logprobs += tokens.logprobs
+
+    def message(self) -> m.Tokens:
+        return m.Tokens(
+            rid=self.rid,
+            index=self.index,
+            ids=self.ids,
+            text="".join(self.text),
+            t_ns=self.t_ns,
+            logprobs=self.logprobs,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A submitted request on its way into the engine, and its route back."""
+
+    peer: Peer
+    command: m.Submit
+    arrive_ns: int
+    rid: int = 0
+    prompt_tokens: int = 0
+    accepted: bool = False
+    cancelled: bool = False
+
+
+class Peer:
+    """One client that said hello."""
+
+    def __init__(self, identity: bytes, name: str, now_s: float) -> None:
+        self.identity = identity
+        self.name = name
+        self.bucket = TokenBucket(RATE_PER_S, BURST, now_s)
+        self.entering: dict[int, Job] = {}  # by command id: submitted, not in the engine yet
+        self.live: dict[int, Job] = {}  # by rid
+        self.gone_since_s: float | None = None
+        self.overrun = False
+        self.sent_at_s = now_s
+        self._replies: OrderedDict[int, bytes] = OrderedDict()
+        self._queue: OrderedDict[tuple[str, int], bytes | _Waiting] = OrderedDict()
+        self._queued_tokens = 0
+        self._serial = 0
+
+    # --- answers kept, so that a command sent twice is carried out once ---------------------------
+
+    def cached(self, command_id: int) -> bytes | None:
+        """The answer already given to a command of this id."""
+        return self._replies.get(command_id)
+
+    def remember(self, command_id: int, body: bytes) -> None:
+        """Keep an answer; the oldest of more than 256 is forgotten."""
+        self._replies[command_id] = body
+        while len(self._replies) > REPLY_CACHE:
+            self._replies.popitem(last=False)
+
+    def is_gone(self) -> bool:
+        """Whether its connection was found closed."""
+        return self.gone_since_s is not None
+
+    # --- sending ---------------------------------------------------------------------------------
+
+    @property
+    def blocked(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._queue)
+
+    def send(
+        self, socket: zmq.Socket[bytes], message: m.Reply, now_s: float, body: bytes | None = None
+    ) -> None:
+        """Send, or queue if the client does not keep up. ``body`` is the encoded message if known."""
+        if self.is_gone() or self.overrun:
+            return
+        if not self._queue:
+            if self._try(socket, body if body is not None else codec.encode(message), now_s):
+                return
+            if self.is_gone():
+                return
+        self._enqueue(message, body)
+
+    def flush(self, socket: zmq.Socket[bytes], now_s: float) -> None:
+        """Send what waits, as far as the client takes it."""
+        while self._queue:
+            key, entry = next(iter(self._queue.items()))
+            body = entry if isinstance(entry, bytes) else codec.encode(entry.message())
+            if not self._try(socket, body, now_s):
+                if self.is_gone():
+                    self._drop()
+                return
+            del self._queue[key]
+            if isinstance(entry, _Waiting):
+                self._queued_tokens -= len(entry.ids)
+
+    def probe(self, socket: zmq.Socket[bytes], mono_ns: int, now_s: float) -> None:
+        """Find out whether the client is still connected."""
+        if not self._queue:
+            self._try(socket, codec.encode(m.Probe(mono_ns=mono_ns)), now_s)
+
+    def _try(self, socket: zmq.Socket[bytes], body: bytes, now_s: float) -> bool:
+        try:
+            socket.send_multipart((self.identity, body), zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.gone_since_s = now_s
+            return False
+        self.sent_at_s = now_s
+        return True
+
+    def _enqueue(self, message: m.Reply, body: bytes | None) -> None:
+        if isinstance(message, m.Tokens):
+            self._queued_tokens += len(message.ids)
+            waiting = self._queue.get(("tokens", message.rid))
+            if isinstance(waiting, _Waiting):
+                waiting.add(message)
+            else:
+                logprobs = None if message.logprobs is None else list(message.logprobs)
+                self._queue["tokens", message.rid] = _Waiting(
+                    message.rid,
+                    message.index,
+                    list(message.ids),
+                    [message.text],
+                    list(message.t_ns),
+                    logprobs,
+                )
+        else:
+            self._serial += 1
+            self._queue["other", self._serial] = body if body is not None else codec.encode(message)
+        if self._queued_tokens > MAX_QUEUED_TOKENS or len(self._queue) > MAX_QUEUED_MESSAGES:
+            self.overrun = True
+            self._drop()
+
+    def _drop(self) -> None:
+        self._queue.clear()
+        self._queued_tokens = 0
