@@ -30,7 +30,7 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> N
     if request.num_prompt >= max_model_len:
         raise RequestRefused(
             "too_long",
-            f"the prompt has {request.num_prompt} tokens; this engine's limit is {max_model_len}, new ones included; "
+            f"the prompt has {request.num_prompt} tokens, the limit is {max_model_len} with the new ones; "
             f"shorten it to {max_model_len - 1}",
         )
 
