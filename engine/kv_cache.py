@@ -26,8 +26,8 @@ class KVCache:
     """Keys and values of ``num_blocks * block_size`` tokens.
 
     ``k[layer]`` and ``v[layer]`` have shape ``[num_blocks * block_size, num_kv_heads, head_dim]``. Block 0 is
-    a block like any other. The memory starts as zeros, for a masked key still multiplies its value by a weight
-    of zero, and zero times garbage may be NaN.
+    a block like any other. The memory starts as zeros, for the value of a masked key is still multiplied by
+    a weight of zero, and zero times garbage may be NaN.
     """
 
     num_blocks: int
@@ -48,7 +48,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> KVCache:
-        """Allocate the pool. Raises ValueError for sizes below 1, MemoryError with the size if it does not fit."""
+        """Allocate the pool. ValueError for sizes below 1, MemoryError with the size if it does not fit."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
                 f"a KV pool needs at least 1 block of 1 token, got {num_blocks} blocks of {block_size} tokens"

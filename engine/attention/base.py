@@ -1,0 +1,88 @@
+"""The interface of attention backends, and the list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kv_cache import KVCache
+from engine.models.spec import ModelSpec
+
+Ints = NDArray[np.int64]
+ToDevice = Callable[[Ints], Tensor]
+
+
+@dataclass(slots=True)
+class Rows:
+    """The requests of one step, on the host, in the order of their tokens in the step's tensors.
+
+    Row r computes ``num_new[r]`` tokens from position ``num_computed[r]`` on, which are the step's tokens
+    [starts[r], starts[r] + num_new[r]). ``tables[r]`` lists its blocks, of which the first
+    ceil(length / block_size) count. The first ``num_single`` rows have one new token each and are sorted by
+    their length, longest first.
+    """
+
+    starts: Ints
+    num_new: Ints
+    num_computed: Ints
+    tables: Ints  # [rows, most blocks of a row]
+    num_single: int
+    block_size: int
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens that each row has once the step is done: the keys that its last new token attends to."""
+        return self.num_computed + self.num_new
+
+
+class AttentionPlan(Protocol):
+    """What a backend prepared for one step."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of one layer, whose new keys and values are in the pool already.
+
+        q: [tokens, heads, head_dim]. k, v: the step's new keys and values as the pool holds them,
+        [tokens, kv_heads, head_dim]. Returns [tokens, heads * head_dim] in q's dtype.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A way to compute attention. Stateless between steps."""
+
+    name: str
+
+    def plan(self, rows: Rows, kv: KVCache, spec: ModelSpec, to_device: ToDevice) -> AttentionPlan:
+        """Prepare one step: everything that does not depend on the layer, on the device."""
+        ...
+
+
+def names() -> tuple[str, ...]:
+    """Every backend, the reference first."""
+    return ("naive", "sdpa")
+
+
+def probe(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot serve this model here, or None if it can."""
+    if name not in names():
+        return f"unknown attention backend {name!r}; there are {', '.join(names())}"
+    if device.type not in ("cpu", "cuda"):
+        return f"{name} attention runs on cpu and cuda, not on {device.type}"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{name} attention needs float32, bfloat16 or float16, not {dtype}"
+    return None
+
+
+def get_backend(name: str) -> AttentionBackend:
+    """The backend of that name; ask `probe` first. Raises KeyError for an unknown one."""
+    from engine.attention.naive import NaiveAttention
+    from engine.attention.sdpa import SdpaAttention
+
+    backends: dict[str, AttentionBackend] = {"naive": NaiveAttention(), "sdpa": SdpaAttention()}
+    return backends[name]

@@ -1,0 +1,209 @@
+"""Attention through ``torch.nn.functional.scaled_dot_product_attention`` over gathered blocks.
+
+Rows with one new token are served together: their blocks are gathered into one tensor, padded to the longest,
+and the query heads that share a KV head are folded into the query length, so that each key is read once and
+no key is repeated. Rows of very different lengths are split into buckets, for padding costs as much as real
+tokens do. Rows with several new tokens (prefill, chunks) run one by one; without earlier context they read
+their keys straight from the step's tensors.
+
+Products run in the dtype of the KV pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.base import AttentionPlan, Ints, Rows, ToDevice
+from engine.kv_cache import KVCache
+from engine.models.spec import ModelSpec
+
+BUCKET_COST_TOKENS = 512  # what one more bucket costs a layer, in gathered tokens
+QUERY_TILE = 512  # new tokens of a chunk that share one mask
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Single-token rows [first, last) of the step, whose keys are gathered to [rows, keys]."""
+
+    first: int
+    last: int
+    blocks: Tensor  # [rows * blocks per row], padded with each row's own last block
+    mask: Tensor  # [rows, 1, 1, keys], 0 or -inf
+
+
+@dataclass(slots=True)
+class _Tile:
+    """Query tokens [first, last) of the step over keys [key_first, key_last) of their row."""
+
+    first: int
+    last: int
+    key_first: int
+    key_last: int
+    mask: Tensor | None  # [queries, keys], 0 or -inf; None: causal, the first query sees the first key
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """A row with several new tokens [first, last) of the step."""
+
+    first: int
+    last: int
+    blocks: Tensor | None  # its blocks, or None where all its keys are new
+    tiles: list[_Tile]
+
+
+class SdpaAttention:
+    """See `engine.attention.base.AttentionBackend`."""
+
+    name = "sdpa"
+
+    def plan(self, rows: Rows, kv: KVCache, spec: ModelSpec, to_device: ToDevice) -> AttentionPlan:
+        per_window = {
+            window: (_plan_buckets(rows, kv, window, to_device), _plan_chunks(rows, kv, window, to_device))
+            for window in dict.fromkeys(spec.layer_windows)
+        }
+        return _SdpaPlan(per_window, kv, spec)
+
+
+class _SdpaPlan:
+    def __init__(
+        self,
+        per_window: dict[int | None, tuple[list[_Bucket], list[_Chunk]]],
+        kv: KVCache,
+        spec: ModelSpec,
+    ) -> None:
+        self.parts = [per_window[window] for window in spec.layer_windows]
+        self.kv = kv
+        self.kv_heads = spec.num_kv_heads
+        self.group = spec.num_heads // spec.num_kv_heads
+        self.head_dim = spec.head_dim
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        buckets, chunks = self.parts[layer]
+        queries = q.to(self.kv.dtype)
+        parts = [self._single(layer, queries, bucket) for bucket in buckets]
+        for chunk in chunks:
+            parts += self._several(layer, queries, k, v, chunk)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.to(q.dtype)
+
+    def _gather(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """The tokens of these blocks, [tokens, kv_heads, head_dim]."""
+        paged = cache.view(self.kv.num_blocks, -1)
+        return paged.index_select(0, blocks).view(-1, self.kv_heads, self.head_dim)
+
+    def _single(self, layer: int, q: Tensor, bucket: _Bucket) -> Tensor:
+        count = bucket.last - bucket.first
+        shape = (count, -1, self.kv_heads, self.head_dim)
+        keys = self._gather(self.kv.k[layer], bucket.blocks).view(shape).transpose(1, 2)
+        values = self._gather(self.kv.v[layer], bucket.blocks).view(shape).transpose(1, 2)
+        queries = q[bucket.first : bucket.last].view(count, self.kv_heads, self.group, self.head_dim)
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bucket.mask).reshape(count, -1)
+
+    def _several(self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _Chunk) -> list[Tensor]:
+        if chunk.blocks is None:
+            keys, values = k[chunk.first : chunk.last], v[chunk.first : chunk.last]
+        else:
+            keys = self._gather(self.kv.k[layer], chunk.blocks)
+            values = self._gather(self.kv.v[layer], chunk.blocks)
+        keys, values = self._per_head(keys), self._per_head(values)
+        out = []
+        for tile in chunk.tiles:
+            seen = slice(tile.key_first, tile.key_last)
+            queries = q[tile.first : tile.last].transpose(0, 1).unsqueeze(0)
+            result = F.scaled_dot_product_attention(
+                queries,
+                keys[:, :, seen],
+                values[:, :, seen],
+                attn_mask=tile.mask,
+                is_causal=tile.mask is None,
+            )
+            out.append(result[0].transpose(0, 1).flatten(1))
+        return out
+
+    def _per_head(self, tokens: Tensor) -> Tensor:
+        """[tokens, kv_heads, d] as [1, heads, tokens, d], each KV head repeated for its group."""
+        return tokens.transpose(0, 1).repeat_interleave(self.group, dim=0).unsqueeze(0)
+
+
+def _plan_buckets(rows: Rows, kv: KVCache, window: int | None, to_device: ToDevice) -> list[_Bucket]:
+    if rows.num_single == 0:
+        return []
+    size = rows.block_size
+    lengths = rows.lengths[: rows.num_single]
+    oldest = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+    first_block, last_block = oldest // size, (lengths - 1) // size
+    counts = last_block - first_block + 1
+    buckets = []
+    for first, last in _split(counts, max(1, BUCKET_COST_TOKENS // size)):
+        here = slice(first, last)
+        width = int(counts[here].max())
+        wanted = first_block[here, None] + np.arange(width)
+        blocks = np.take_along_axis(
+            rows.tables[here], np.minimum(wanted, last_block[here, None]), axis=1
+        ).ravel()
+        # The range of keys that count, relative to the first gathered one.
+        start = first_block[here] * size
+        bounds = to_device(np.stack((oldest[here] - start, lengths[here] - start)))
+        at = torch.arange(width * size, device=kv.device)
+        hidden = (at < bounds[0].unsqueeze(1)) | (at >= bounds[1].unsqueeze(1))
+        buckets.append(_Bucket(first, last, to_device(blocks), _mask(hidden, kv.dtype)[:, None, None]))
+    return buckets
+
+
+def _split(counts: Ints, cost: int) -> list[tuple[int, int]]:
+    """Ranges of rows to gather together; ``counts`` are their blocks, about falling.
+
+    A new range starts where all rows from there on would otherwise be padded by more than ``cost`` blocks.
+    """
+    ranges, first = [], 0
+    values, total = counts.tolist(), len(counts)
+    for row in range(1, total):
+        if (max(values[first:row]) - values[row]) * (total - row) > cost:
+            ranges.append((first, row))
+            first = row
+    ranges.append((first, total))
+    return ranges
+
+
+def _plan_chunks(rows: Rows, kv: KVCache, window: int | None, to_device: ToDevice) -> list[_Chunk]:
+    chunks = []
+    for r in range(rows.num_single, len(rows.num_new)):
+        start, new, computed = int(rows.starts[r]), int(rows.num_new[r]), int(rows.num_computed[r])
+        blocks, dropped = None, 0  # keys before the window are not even gathered
+        if computed:
+            if window is not None:
+                dropped = max(0, computed + 1 - window) // rows.block_size
+            blocks = to_device(rows.tables[r, dropped : -(-(computed + new) // rows.block_size)])
+        tiles = _plan_tiles(start, new, computed, dropped * rows.block_size, window, kv)
+        chunks.append(_Chunk(start, start + new, blocks, tiles))
+    return chunks
+
+
+def _plan_tiles(
+    start: int, new: int, computed: int, key_base: int, window: int | None, kv: KVCache
+) -> list[_Tile]:
+    """Tiles of a chunk at ``start`` of the step; its keys begin at position ``key_base``."""
+    if computed == 0 and (window is None or new <= window):
+        return [_Tile(start, start + new, 0, new, None)]
+    tiles = []
+    for first in range(0, new, QUERY_TILE):
+        last = min(first + QUERY_TILE, new)
+        oldest = 0 if window is None else max(0, computed + first + 1 - window)
+        positions = torch.arange(computed + first, computed + last, device=kv.device).unsqueeze(1)
+        behind = positions - torch.arange(oldest, computed + last, device=kv.device)
+        hidden = behind < 0
+        if window is not None:
+            hidden |= behind >= window
+        mask = _mask(hidden, kv.dtype)
+        tiles.append(_Tile(start + first, start + last, oldest - key_base, computed + last - key_base, mask))
+    return tiles
+
+
+def _mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))

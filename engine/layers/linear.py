@@ -1,0 +1,204 @@
+"""Linear layers, each with the implementation that is fastest here for the number of rows at hand.
+
+A product of one row is bound by reading the weight, one of many rows by arithmetic, and which
+implementation is best for each differs widely between CPUs: without bfloat16 units a bfloat16 product of
+32 rows takes several times as long as one in float32, while for one row it takes half. So `choose` measures
+the candidates on some of the model's own weights once, at load, and `Linear` holds what was chosen.
+
+Forms of a weight:
+
+- ``dense``: as loaded, through ``torch.nn.functional.linear`` in the weight's own dtype;
+- ``packed``: reordered once by oneDNN for its own kernels, same dtype (CPU only);
+- ``fp32gemm`` (only for bfloat16 weights on a CPU): the same values in float32, packed where that exists.
+  Widening is exact, so the weights are still the bfloat16 ones; only the arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Apply = Callable[[Tensor], Tensor]
+
+PROBE_ROWS = (1, 4, 32, 128)
+"""Numbers of rows that are measured. A choice holds from its number up to the one before the next."""
+PACK_ROWS = 32  # the number of rows that oneDNN lays a packed weight out for; it serves all others well
+EXTRA_FORM_GAIN = 0.9  # a second copy of the weights must take at most this part of the time without it
+MEMORY_MARGIN = 0.5  # and may take at most this part of the memory that is free
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to hold and apply a weight of a given dtype."""
+
+    name: str
+    weight_dtype: torch.dtype
+    packed: bool
+
+    def build(self, weight: Tensor, bias: Tensor | None) -> Apply:
+        """The function x [rows, in] -> [rows, out], in x's dtype, holding the weight in this form."""
+        dtype = self.weight_dtype
+        held = weight.to(dtype)
+        held_bias = None if bias is None else bias.to(dtype)
+        if not self.packed:
+
+            def dense(x: Tensor) -> Tensor:
+                return F.linear(x.to(dtype), held, held_bias).to(x.dtype)
+
+            return dense
+        layout = torch.ops.mkldnn._reorder_linear_weight(held, PACK_ROWS)
+        product = torch.ops.mkldnn._linear_pointwise
+
+        def packed(x: Tensor) -> Tensor:
+            y: Tensor = product(x.to(dtype), layout, held_bias, "none", [], "")
+            return y.to(x.dtype)
+
+        return packed
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which form serves how many rows: ``forms[i]`` from ``from_rows[i]`` rows on, ascending from 1."""
+
+    from_rows: tuple[int, ...]
+    forms: tuple[Form, ...]
+
+    def form_for(self, rows: int) -> Form:
+        """The form that a product of ``rows`` rows runs in."""
+        chosen = self.forms[0]
+        for start, form in zip(self.from_rows, self.forms, strict=True):
+            if rows >= start:
+                chosen = form
+        return chosen
+
+    @property
+    def distinct(self) -> tuple[Form, ...]:
+        return tuple(dict.fromkeys(self.forms))
+
+    @property
+    def name(self) -> str:
+        """Such as ``bf16`` or ``bf16:1+bf16-fp32gemm-packed:2``, each with the rows it starts from."""
+        if len(self.forms) == 1:
+            return self.forms[0].name
+        return "+".join(f"{f.name}:{n}" for n, f in zip(self.from_rows, self.forms, strict=True))
+
+    @property
+    def computes_in(self) -> torch.dtype:
+        """The dtype of the products of many rows, where nearly all arithmetic is."""
+        return self.forms[-1].weight_dtype
+
+
+class Linear:
+    """``y = x @ weight.T + bias`` for x of shape [rows, in]; the form follows the number of rows."""
+
+    __slots__ = ("_apply", "_from_rows", "nbytes", "shape")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, choice: Choice) -> None:
+        self.shape = (weight.shape[0], weight.shape[1])
+        built = {form: form.build(weight, bias) for form in choice.distinct}
+        # Largest first, so that the first entry that is not above the rows is the one.
+        self._from_rows = tuple(reversed(choice.from_rows))
+        self._apply = tuple(built[form] for form in reversed(choice.forms))
+        self.nbytes = sum(weight.numel() * form.weight_dtype.itemsize for form in choice.distinct)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        for start, apply in zip(self._from_rows, self._apply, strict=True):
+            if rows >= start:
+                return apply(x)
+        return self._apply[-1](x)  # no rows at all
+
+
+def has_packing() -> bool:
+    """Whether this build of torch offers oneDNN's packed linear layers."""
+    return bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+def candidates(dtype: torch.dtype, device: torch.device) -> list[Form]:
+    """The forms that can serve weights of this dtype on this device, the plain one first."""
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    forms = [Form(short, dtype, packed=False)]
+    if device.type != "cpu":
+        return forms
+    packing = has_packing()
+    if packing and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        forms.append(Form(f"{short}-packed", dtype, packed=True))
+    if dtype == torch.bfloat16:
+        name = "bf16-fp32gemm-packed" if packing else "bf16-fp32gemm"
+        forms.append(Form(name, torch.float32, packed=packing))
+    return forms
+
+
+def plain_choice(dtype: torch.dtype, device: torch.device) -> Choice:
+    """The one form that every device has: the weight as loaded."""
+    return Choice((1,), (candidates(dtype, device)[0],))
+
+
+def choose(
+    samples: Sequence[Tensor], *, total_elements: int, device: torch.device, free_bytes: int | None = None
+) -> Choice:
+    """Measure the candidates on ``samples`` ([out, in] weights of one dtype) and choose by number of rows.
+
+    A second form of all ``total_elements`` weights is only taken where it saves a tenth of the time or more
+    and fits into half of the free memory (``free_bytes``, by default what the system reports). Takes some
+    tenths of a second on a CPU; on other devices there is one candidate and nothing is measured.
+    """
+    dtype = samples[0].dtype
+    forms = candidates(dtype, device)
+    if len(forms) == 1:
+        return Choice((1,), (forms[0],))
+    if free_bytes is None:
+        free_bytes = int(psutil.virtual_memory().available)
+    held = forms[0]  # the loaded weights are there already
+    if dtype != torch.float32:
+        fits = total_elements * 4 <= free_bytes * MEMORY_MARGIN
+        forms = [f for f in forms if f.weight_dtype == dtype or fits]
+    times = _measure(forms, samples)
+    # Few rows last: what serves many rows is held anyway and only gives way to something clearly better.
+    base = min(forms, key=lambda f: times[f][PROBE_ROWS[2]] + times[f][PROBE_ROWS[3]])
+    chosen: list[Form] = []
+    for rows in PROBE_ROWS:
+        best = min(forms, key=lambda f: times[f][rows])
+        worth = times[best][rows] <= EXTRA_FORM_GAIN * times[base][rows]
+        extra_fits = best is held or total_elements * best.weight_dtype.itemsize <= free_bytes * MEMORY_MARGIN
+        chosen.append(best if worth and extra_fits else base)
+    return _merge(chosen)
+
+
+def _merge(chosen: Sequence[Form]) -> Choice:
+    starts, forms = [1], [chosen[0]]
+    for previous, form in zip(PROBE_ROWS, chosen[1:], strict=False):
+        if form is not forms[-1]:
+            # Between two probes the later one holds: 2 and 3 rows go with 4, as more than one row does.
+            starts.append(previous + 1)
+            forms.append(form)
+    return Choice(tuple(starts), tuple(forms))
+
+
+def _measure(forms: Sequence[Form], samples: Sequence[Tensor]) -> dict[Form, dict[int, float]]:
+    """Seconds of one pass over the samples for each form and number of rows, the best of some passes."""
+    built = {form: [(w.shape[1], form.build(w, None)) for w in samples] for form in forms}
+    times: dict[Form, dict[int, float]] = {form: {} for form in forms}
+    for rows in PROBE_ROWS:
+        inputs = {cols: torch.ones(rows, cols) for _, cols in (w.shape for w in samples)}
+        best = float("inf")
+        for form in forms:
+            took = min(_pass_s(built[form], inputs) for _ in range(2))
+            if took < 2 * best:  # the hopeless ones are not measured again
+                took = min(took, *(_pass_s(built[form], inputs) for _ in range(3)))
+            times[form][rows] = took
+            best = min(best, took)
+    return times
+
+
+def _pass_s(products: Sequence[tuple[int, Apply]], inputs: dict[int, Tensor]) -> float:
+    start = time.perf_counter()
+    for cols, apply in products:
+        apply(inputs[cols])
+    return time.perf_counter() - start

@@ -1,0 +1,179 @@
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3: one class, told apart only by `ModelSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention import AttentionPlan
+from engine.kv_cache import KVCache
+from engine.layers.linear import Choice, Linear, choose, plain_choice
+from engine.layers.mlp import GatedMLP
+from engine.layers.norm import head_rms_norm, rms_norm
+from engine.layers.rope import RotaryTable, rotate
+from engine.models.spec import ModelSpec
+
+SAMPLE_ELEMENTS = 16 << 20  # of weights, for measuring linear layers at load
+
+
+@dataclass(slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values
+    head_norm: Tensor | None  # [heads + kv_heads, head_dim], queries' then keys'
+    out: Linear
+    post_norm: Tensor
+    mlp: GatedMLP
+
+
+class Decoder:
+    """Weights and forward pass.
+
+    ``dtype`` float32 means float32 throughout. bfloat16 means that weights, keys, values and attention are
+    bfloat16. What lies between the layers (the residual stream, norms, rotations, activations) is bfloat16
+    on a GPU and wherever bfloat16 products are the fastest; on a CPU whose products of bfloat16 weights are
+    faster in float32 it stays float32, for rounding it would take time and only lose precision.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: MutableMapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_len: int,
+        consume: bool = False,
+        measure: bool = True,
+    ) -> None:
+        """Fuse the weights by canonical name. ``consume`` takes them out of the mapping one by one.
+
+        Positions must stay below ``max_len``.
+        ``measure`` chooses the linear implementation by measuring; without it the plain one is used.
+        """
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        take = _Taker(weights, dtype, device, consume)
+        self.choice = self._choose(weights) if measure else plain_choice(dtype, device)
+        computes_in = self.choice.computes_in
+        self.activation_dtype = computes_in if device.type == "cpu" else dtype
+        self.embed = take("embed")
+        self.layers = [self._layer(take, i) for i in range(spec.num_layers)]
+        self.norm = take("norm").to(self.activation_dtype)
+        self.head = Linear(self.embed if spec.tie_word_embeddings else take("head"), None, self.choice)
+        self.rotary = RotaryTable(spec.rope, max_len, device)
+
+    def _choose(self, weights: MutableMapping[str, Tensor]) -> Choice:
+        samples, elements = [], 0
+        for i in range(self.spec.num_layers):
+            for group in _FUSED:
+                parts = [weights[f"layers.{i}.{name}.weight"] for name in group]
+                fused = torch.cat([part.to(self.dtype) for part in parts])
+                room = max(1, (SAMPLE_ELEMENTS - elements) // fused.shape[1])
+                samples.append(fused[:room].to(self.device))
+                elements += samples[-1].numel()
+            if elements >= SAMPLE_ELEMENTS - (1 << 20):
+                break
+        return choose(samples, total_elements=self.spec.num_params, device=self.device)
+
+    def _layer(self, take: _Taker, i: int) -> _Layer:
+        spec, act = self.spec, self.activation_dtype
+        at = f"layers.{i}."
+
+        def linear(names: tuple[str, ...], bias: bool) -> Linear:
+            weight = take.fused(*(f"{at}{name}.weight" for name in names))
+            added = take.fused(*(f"{at}{name}.bias" for name in names)) if bias else None
+            return Linear(weight, added, self.choice)
+
+        head_norm = None
+        if spec.qk_norm:
+            q_norm, k_norm = take(at + "q_norm"), take(at + "k_norm")
+            head_norm = torch.cat(
+                (q_norm.expand(spec.num_heads, -1), k_norm.expand(spec.num_kv_heads, -1))
+            ).to(act)
+        return _Layer(
+            take(at + "input_norm").to(act),
+            linear(_FUSED[0], spec.qkv_bias),
+            head_norm,
+            linear(_FUSED[1], spec.o_bias),
+            take(at + "post_norm").to(act),
+            GatedMLP(linear(_FUSED[2], spec.mlp_bias), linear(_FUSED[3], spec.mlp_bias)),
+        )
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attention: AttentionPlan,
+        kv: KVCache,
+        logit_rows: Tensor | None,
+    ) -> Tensor:
+        """Compute ids [tokens] at positions [tokens], writing keys and values to slots [tokens] of the pool.
+
+        Returns float32 logits [rows, vocab_size] of the tokens in ``logit_rows`` (None: of every token).
+        """
+        spec, eps = self.spec, self.spec.rms_norm_eps
+        rotated, heads = spec.num_heads + spec.num_kv_heads, spec.num_heads
+        x = F.embedding(ids, self.embed).to(self.activation_dtype)
+        cos, sin = self.rotary.at(positions, self.activation_dtype)
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(
+                -1, rotated + spec.num_kv_heads, spec.head_dim
+            )
+            qk = qkv[:, :rotated]
+            if layer.head_norm is not None:
+                qk = head_rms_norm(qk, layer.head_norm, eps)
+            qk = rotate(qk, cos, sin)
+            k, v = qk[:, heads:].to(kv.dtype), qkv[:, rotated:].to(kv.dtype)
+            kv.k[i].index_copy_(0, slots, k)
+            kv.v[i].index_copy_(0, slots, v)
+            x = x + layer.out(attention.attend(i, qk[:, :heads], k, v))
+            x += layer.mlp(rms_norm(x, layer.post_norm, eps))
+        if logit_rows is not None:
+            x = x.index_select(0, logit_rows)
+        return self.head(rms_norm(x, self.norm, eps)).float()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that all forms of the weights take."""
+        return sum(linear.nbytes for linear in self._linears()) + (
+            0 if self.spec.tie_word_embeddings and self._embed_is_a_form() else self.embed.nbytes
+        )
+
+    def _embed_is_a_form(self) -> bool:
+        return any(not form.packed and form.weight_dtype == self.dtype for form in self.choice.distinct)
+
+    def _linears(self) -> Iterator[Linear]:
+        for layer in self.layers:
+            yield from (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)
+        yield self.head
+
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+
+
+class _Taker:
+    """Hands out tensors by name, in the model's dtype and on its device."""
+
+    def __init__(
+        self, weights: MutableMapping[str, Tensor], dtype: torch.dtype, device: torch.device, consume: bool
+    ) -> None:
+        self.weights = weights
+        self.dtype = dtype
+        self.device = device
+        self.consume = consume
+
+    def __call__(self, name: str) -> Tensor:
+        tensor = self.weights.pop(name) if self.consume else self.weights[name]
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+    def fused(self, *names: str) -> Tensor:
+        """The tensors one below the other, as one."""
+        parts = [self(name) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
