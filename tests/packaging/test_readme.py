@@ -1,0 +1,76 @@
+"""The READMEs against what they describe: knobs against the registry, links against the files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.knob import KnobContext
+from engine.knobs import list_knobs
+from ipc.messages import KnobInfo, KnobValue
+
+ROOT = Path(__file__).resolve().parents[2]
+READMES = ("README.md", "README.zh.md")
+
+
+def _rows(text: str) -> dict[str, list[str]]:
+    """The table rows whose first cell is a name in backticks."""
+    rows = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and len(cells) == 5:
+            rows[cells[0].strip("`")] = cells[1:]
+    return rows
+
+
+def _shown(value: KnobValue) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _values(knob: KnobInfo) -> set[str]:
+    if knob.type == "bool":
+        return {"on", "off"}
+    if knob.type == "choice":
+        return {choice for choice in knob.choices if choice not in knob.choice_reasons}
+    assert knob.minimum is not None
+    assert knob.maximum is not None
+    return {f"{knob.minimum:.7g}", f"{knob.maximum:.7g}", knob.unit} - {""}
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_knob_table_says_what_the_registry_says(name: str) -> None:
+    text = (ROOT / name).read_text("utf-8")
+    rows = _rows(text)
+    knobs = list_knobs(KnobContext())
+    built = {knob.id: knob for knob in knobs if knob.available}
+    assert set(rows) == set(built)
+    for knob_id, (values, default, applies, purpose) in rows.items():
+        knob = built[knob_id]
+        assert set(re.split(r", | to | – | ", values)) == _values(knob), knob_id
+        assert default == _shown(knob.default), knob_id
+        assert applies == knob.apply, knob_id
+        assert purpose
+    for knob in knobs:
+        assert f"`{knob.id}`" in text, f"{knob.id} is nowhere in {name}"
+        for choice, reason in knob.choice_reasons.items():
+            assert f"`{choice}`" in text, f"{knob.id}={choice} ({reason}) is nowhere in {name}"
+
+
+@pytest.mark.parametrize("name", [*READMES, "tests/bench/README.md"])
+def test_linked_files_are_there(name: str) -> None:
+    text = (ROOT / name).read_text("utf-8")
+    folder = (ROOT / name).parent
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (folder / target).exists(), f"{name} links to {target}"
+    for script in re.findall(r"bash (packaging/\S+\.sh)", text):
+        assert (ROOT / script).exists(), f"{name} runs {script}"
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_screenshots_are_small_enough_to_read_on_the_web(name: str) -> None:
+    images = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (ROOT / name).read_text("utf-8"))
+    assert images
+    for image in images:
+        assert (ROOT / image).stat().st_size < 500_000
