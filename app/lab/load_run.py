@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from collections import deque
+from dataclasses import dataclass, field, replace
 
-from app.lab.stats import LoadRow, RunStats
+import msgspec
+
+from app.lab.orders import Control, Order, Report
+from app.lab.stats import LoadRow, RunStats, summarize
 from app.lab.workload import WorkloadSpec
+from app.net.supervisor import child_environment
+
+_KILL_AFTER_S = 0.5
+
+
+class LoadError(Exception):
+    """The load cannot be started; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,33 +47,153 @@ class LoadProgress:
 class LoadRun:
     """One load at a time; after `done` or `failed` it can be started again."""
 
+    def __init__(self) -> None:
+        self.session = ""  # of the engine it ran against
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._reports: deque[Report] = deque()
+        self._rows: list[LoadRow] = []
+        self._progress = LoadProgress()
+        self._spec: WorkloadSpec | None = None
+        self._errors: deque[str] = deque(maxlen=20)
+
     def start(self, spec: WorkloadSpec, ctl: str) -> None:
-        """Start the generator against the engine at ``ctl``. Raises LoadError if one is running."""
-        raise NotImplementedError
+        """Start the generator against the engine at ``ctl``.
+
+        Raises LoadError if one is running, WorkloadError if the specification describes no load.
+        """
+        if self.running:
+            raise LoadError("A load is running; stop it before starting another.")
+        spec.check()
+        self._reap()
+        self.session, self._rows, self._spec = "", [], spec
+        self._reports.clear()
+        self._errors.clear()
+        target = spec.rate_rps if spec.arrival != "concurrency" else None
+        self._progress = LoadProgress(phase="starting", target_rps=target)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "app.lab.loadgen"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=child_environment(os.environ),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._progress = LoadProgress(phase="failed", message=f"It could not be started: {error}.")
+            raise LoadError(f"The load generator could not be started: {error}.") from error
+        self._process = process
+        self._reader = threading.Thread(target=self._read, args=(process,), name="load-reports", daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._read_errors, args=(process,), name="load-errors", daemon=True).start()
+        # A salt of its own keeps an earlier run of the same prompts from warming this one's prefix cache.
+        self._write(Order(ctl=ctl, spec=spec, salt=uuid.uuid4().hex))
+
+    def _write(self, line: Order | Control) -> None:
+        process = self._process
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):
+                process.stdin.write(msgspec.json.encode(line) + b"\n")
+                process.stdin.flush()
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                self._reports.append(msgspec.json.decode(line, type=Report))
+            except msgspec.MsgspecError:
+                self._errors.append(line.decode("utf-8", "replace").strip())
+
+    def _read_errors(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            self._errors.append(line.decode("utf-8", "replace").rstrip())
 
     def stop(self, drain: bool = True) -> None:
         """Send nothing more; with ``drain`` let what is in flight end, else cancel it."""
-        raise NotImplementedError
+        if self.running:
+            self._write(Control(stop="drain" if drain else "now"))
 
     def poll(self) -> LoadProgress:
         """Take in what the generator reported; call it from a timer."""
-        raise NotImplementedError
+        process = self._process
+        ended = process is not None and process.poll() is not None
+        if ended and self._reader is not None:
+            self._reader.join(timeout=0.5)  # its last report is in the pipe still
+        while self._reports:
+            self._take(self._reports.popleft())
+        if ended and process is not None and self._progress.phase not in ("done", "failed"):
+            last = f": {self._errors[-1]}" if self._errors else ""
+            reason = f"the load generator ended by itself (exit code {process.returncode}){last}"
+            self._progress = replace(
+                self._progress, phase="failed", message=reason, valid=False, invalid_reasons=(reason,)
+            )
+        return self._progress
+
+    def _take(self, report: Report) -> None:
+        self._rows += report.rows
+        self.session = report.session or self.session
+        old = self._progress
+        reasons = tuple(report.invalid_reasons)
+        if report.phase == "failed" and not report.sent:
+            reasons = (report.message,)
+        self._progress = LoadProgress(
+            phase=report.phase,
+            message=report.message,
+            elapsed_s=report.elapsed_s or old.elapsed_s,
+            sent=report.sent,
+            done=report.done,
+            failed=report.failed,
+            in_flight=report.in_flight,
+            target_rps=old.target_rps,
+            achieved_rps=report.achieved_rps,
+            lag_p99_s=report.lag_p99_s,
+            valid=not reasons,
+            invalid_reasons=reasons,
+            workload_sha256=report.workload_sha256 or old.workload_sha256,
+        )
 
     @property
     def running(self) -> bool:
-        raise NotImplementedError
+        """The generator's process has not ended."""
+        return self._process is not None and self._process.poll() is None
 
     @property
     def spec(self) -> WorkloadSpec | None:
-        raise NotImplementedError
+        """Of the present or last load."""
+        return self._spec
 
     def rows(self) -> list[LoadRow]:
         """Rows of the requests that ended, in the order they ended."""
-        raise NotImplementedError
+        return list(self._rows)
 
     def stats(self) -> RunStats:
-        raise NotImplementedError
+        """Statistics of the requests that ended so far."""
+        return summarize(self._rows)
 
     def close(self) -> None:
-        """End the generator at once, if one runs."""
-        raise NotImplementedError
+        """End the generator at once, if one runs; its requests are cancelled with its connection."""
+        process = self._process
+        if process is None:
+            return
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        try:
+            process.wait(_KILL_AFTER_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._reap()
+
+    def _reap(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        if self._reader is not None:
+            self._reader.join(timeout=1.0)
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    pipe.close()

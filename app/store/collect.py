@@ -1,17 +1,104 @@
-"""Puts a `BaselineData` together from a live session or a finished load."""
+"""Puts a `BaselineData` together from a live session or a finished load.
+
+Both take what they need on the caller's thread, quickly; `complete` adds the environment, which asks git
+and the disk, and belongs on the store's thread.
+"""
 
 from __future__ import annotations
 
+import msgspec
+
 from app.lab.load_run import LoadRun
+from app.lab.stats import row_of_engine, summarize
 from app.model.session import SessionModel
-from app.store.records import BaselineData
+from app.store.environment import environment
+from app.store.errors import StoreError
+from app.store.records import BaselineData, Environment, Identity, Validity
+
+_UNKNOWN_ENVIRONMENT = Environment(app_version="")
 
 
-def from_live(session: SessionModel, name: str, note: str = "", span_s: float | None = None) -> BaselineData:
-    """The trailing window of the live session, raw request rows included."""
-    raise NotImplementedError
+def from_live(
+    session: SessionModel,
+    name: str,
+    note: str = "",
+    span_s: float | None = None,
+    newest: int | None = None,
+) -> BaselineData:
+    """The trailing window of the live session, or its ``newest`` ended requests, raw rows included.
+
+    Raises StoreError if there is no engine, or nothing ended in the window.
+    """
+    window = session.live_window(span_s, newest)
+    if not window.requests:
+        raise StoreError(
+            f"No request ended in the last {window.t1_s - window.t0_s:.0f} s, so there is nothing to keep. "
+            "Start a load, or choose a longer window."
+        )
+    reasons: list[str] = []
+    if window.markers:
+        reasons.append("the configuration changed inside the window: " + window.markers[-1].label)
+    if window.sessions > 1:
+        reasons.append("the engine was started anew inside the window")
+    return BaselineData(
+        name=name,
+        note=note,
+        source="live",
+        identity=_identity(session),
+        cfg_rev=session.cfg.rev if session.cfg is not None else 0,
+        config=dict(session.cfg.values) if session.cfg is not None else {},
+        duration_s=window.t1_s - window.t0_s,
+        requests=list(window.requests),
+        stats=summarize([row_of_engine(row) for row in window.requests]),
+        step_stats=window.step_stats,
+        validity=Validity(valid=not reasons, reasons=reasons),
+    )
 
 
 def from_load(session: SessionModel, run: LoadRun, name: str, note: str = "") -> BaselineData:
-    """A load run of this console, with the session's identity and configuration."""
-    raise NotImplementedError
+    """A load run of this console, with the session's identity and configuration.
+
+    Raises StoreError if no request of it has ended yet.
+    """
+    rows, spec = run.rows(), run.spec
+    if not rows or spec is None:
+        raise StoreError("No request of the load has ended yet, so there is nothing to keep.")
+    progress = run.poll()
+    reasons = list(progress.invalid_reasons)
+    revisions = {r for row in rows for r in (row.rev_first, row.rev_last) if r is not None and row.good}
+    if len(revisions) > 1:
+        reasons.append(f"the configuration changed during the run (revisions {sorted(revisions)})")
+    if session.link.session != run.session and run.session:
+        reasons.append("the engine was started anew since the run began")
+    stats = summarize(rows)
+    begun_s = min(row.intended_ns for row in rows) * 1e-9
+    return BaselineData(
+        name=name,
+        note=note,
+        source="load",
+        identity=_identity(session),
+        cfg_rev=session.cfg.rev if session.cfg is not None else 0,
+        config=dict(session.cfg.values) if session.cfg is not None else {},
+        workload=msgspec.to_builtins(spec),
+        workload_sha256=progress.workload_sha256,
+        duration_s=stats.duration_s,
+        load_rows=rows,
+        stats=stats,
+        step_stats=session.step_stats(begun_s),
+        validity=Validity(valid=not reasons, reasons=reasons),
+    )
+
+
+def complete(data: BaselineData) -> BaselineData:
+    """The same with the console's environment filled in."""
+    identity = msgspec.structs.replace(data.identity, environment=environment())
+    return msgspec.structs.replace(data, identity=identity)
+
+
+def _identity(session: SessionModel) -> Identity:
+    return Identity(
+        model=session.model,
+        device=session.device,
+        engine=session.link.engine,
+        environment=_UNKNOWN_ENVIRONMENT,
+    )

@@ -12,6 +12,7 @@ from ipc.messages import DeviceInfo, EngineInfo, KnobValue, ModelInfo, RequestRo
 
 BUNDLE_FORMAT = "decodeck-baseline"
 BUNDLE_VERSION = 1
+ExportFormat = Literal["json", "csv", "md"]
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,8 +66,11 @@ class BaselineData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     validity: Validity = Validity()
 
 
+BaselineId = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+
+
 class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+    id: BaselineId
     created_unix_ms: int
     locked: bool = False
     imported: bool = False  # came from a file: perhaps another machine's
