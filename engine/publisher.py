@@ -71,7 +71,13 @@ class Publisher:
     def request(self, row: m.RequestRow, now_s: float) -> None:
         """Queue a request's row; an older one of it that has not gone out is replaced."""
         self._new_requests[row.rid] = row
+        self._ended_n += row.state == "finished"
         self._schedule(now_s)
+
+    def heartbeat(self, beat: m.Heartbeat) -> None:
+        """Publish a heartbeat, with the last number of every other topic."""
+        others = {topic: seq for topic, seq in self.seq.items() if topic != "hb"}
+        self.publish(msgspec.structs.replace(beat, seq=others))
 
     def apply(self, event: m.ApplyEvent) -> None:
         """Publish the end of a configuration change."""
@@ -149,7 +155,6 @@ class Publisher:
             return
         self.live.pop(row.rid, None)
         self.ended.append(row)
-        self._ended_n += 1
 
     def snapshot(
         self, command_id: int, cfg: m.Cfg, model: m.ModelInfo | None, device: m.DeviceInfo | None

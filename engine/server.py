@@ -39,6 +39,7 @@ GPU_S = 1.0
 PROBE_BUSY_S = 1.0
 PROBE_IDLE_S = 5.0
 RETRY_S = 0.01
+PROGRESS_S = 0.1
 _BURST = 256  # items of one kind taken before the others get their turn
 
 
@@ -73,6 +74,8 @@ class EngineServer:
         self.bad_frames = 0
         self.drain_until_s: float | None = None
         self._load_state = m.EngineState(phase="loading", since_ns=time.monotonic_ns(), cfg_rev=0)
+        self._stage = ""
+        self._progress_s = 0.0
         self._context = zmq.Context()
         self._ctl = self._bind(zmq.ROUTER, ctl, SNDHWM=1000, RCVHWM=1000, ROUTER_MANDATORY=1)
         self._tel = self._bind(zmq.PUB, tel, SNDHWM=256)
@@ -116,7 +119,10 @@ class EngineServer:
             total_bytes=total_bytes,
         )
         self._load_state = state
-        self.inbox.call(self._publish_state)
+        now_s = time.monotonic()
+        if stage != self._stage or now_s - self._progress_s >= PROGRESS_S:
+            self._stage, self._progress_s = stage, now_s
+            self.inbox.call(self._publish_state)
 
     def failed(self, reason: str) -> None:
         """Loading or the step loop has failed. The reason stays readable until the engine is stopped."""
@@ -242,7 +248,7 @@ class EngineServer:
                 peer.flush(self._ctl, now_s)
         self.publisher.tick(now_s)
         if self._due("hb", HEARTBEAT_S, now_s):
-            self.publisher.publish(self._heartbeat())
+            self.publisher.heartbeat(self._heartbeat())
         if self._due("state", STATE_S, now_s):
             self._publish_state()
         if self._due("gpu", GPU_S, now_s):

@@ -394,7 +394,11 @@ class EngineState(_Struct, tag="state", frozen=True, kw_only=True):
 
 
 class Heartbeat(_Struct, tag="hb", frozen=True, kw_only=True):
-    """Four a second from the I/O thread. ``last_step_age_us`` shows a stalled loop behind a live socket."""
+    """Four a second from the I/O thread. ``last_step_age_us`` shows a stalled loop behind a live socket.
+
+    ``seq`` is the last number published under each other topic: without it, the loss of a topic's newest
+    message would show only when another one follows.
+    """
 
     mono_ns: Ns
     step: UInt
@@ -405,6 +409,7 @@ class Heartbeat(_Struct, tag="hb", frozen=True, kw_only=True):
     cpu_percent: UFloat | None = None
     dropped: Counts = {}  # per queue, since start
     bad_frames: UInt = 0
+    seq: Counts = {}
 
 
 class StepRow(_Struct, array_like=True, frozen=True, kw_only=True):
@@ -559,5 +564,5 @@ Telemetry = (
     | GpuRow
 )  # fmt: skip
 
-TOPICS = ("state", "hb", "step", "req", "blk", "event", "log", "gpu")
 Topic = Literal["state", "hb", "step", "req", "blk", "event", "log", "gpu"]
+TOPICS: tuple[Topic, ...] = ("state", "hb", "step", "req", "blk", "event", "log", "gpu")

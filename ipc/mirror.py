@@ -9,7 +9,7 @@ was asked for is kept and applied on top of it, so that both sockets may be read
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ipc import messages as m
@@ -56,7 +56,11 @@ class Mirror:
     that no snapshot has healed yet).
     """
 
-    def __init__(self, *, max_steps: int = 50_000, max_ended: int = 20_000) -> None:
+    def __init__(
+        self, *, topics: Iterable[m.Topic] = m.TOPICS, max_steps: int = 50_000, max_ended: int = 20_000
+    ) -> None:
+        """``topics`` are those the client subscribes to: a loss of others is none."""
+        self._topics = frozenset(topics)
         self._max_steps = max_steps
         self._max_ended = max_ended
         self.gaps: dict[str, int] = {}
@@ -104,6 +108,11 @@ class Mirror:
         if heard is not None and seq > heard + 1:
             self.gaps[topic] = self.gaps.get(topic, 0) + seq - heard - 1
         self._heard[topic] = max(seq, heard or 0)
+        if isinstance(message, m.Heartbeat):
+            for other, published in message.seq.items():
+                if other in self._topics and published > self._heard.get(other, published):
+                    self.gaps[other] = self.gaps.get(other, 0) + published - self._heard[other]
+                    self._heard[other] = published
         self._advance(topic, seq, message)
 
     def _advance(self, topic: m.Topic, seq: int, message: m.Telemetry) -> None:
@@ -157,6 +166,7 @@ class Mirror:
                     self._add_request(row)
             case m.Heartbeat():
                 self.heartbeat = message
+                self._compare(message.seq)
             case m.EngineState():
                 self._set_state(message)
             case m.BlockKeyframe() | m.BlockDelta():
@@ -170,6 +180,15 @@ class Mirror:
             case m.GpuRow():
                 self.gpus[message.uuid] = message
                 self._changes.gpus.append(message)
+
+    def _compare(self, published: Mapping[str, int]) -> None:
+        """Find topics whose newest messages did not arrive."""
+        for topic in m.TOPICS:
+            seq = published.get(topic, 0)
+            if topic in self._topics and seq > self._last.get(topic, seq):
+                self._last[topic] = seq
+                self.stale.add(topic)
+                self.needs_snapshot = True
 
     def _set_state(self, state: m.EngineState) -> None:
         self.state = state

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.block_pool import BlockView
-from engine.publisher import Publisher
+from engine.publisher import SNAPSHOT_ENDED, Publisher
 from ipc import codec
 from ipc import messages as m
 from ipc.mirror import Mirror
@@ -105,17 +105,13 @@ class _Engine:
         return decoded
 
     def settle(self) -> None:
-        """Everything goes out, and one more message of each kind follows so that a loss shows."""
+        """Everything goes out, and a heartbeat by which a loss shows."""
         self._change_blocks()
         self.now_s += 3.0
-        self.step += 1
-        self.publisher.step(step_row(self.step), self.now_s)
-        self.rid += 1
-        self.live[self.rid] = request_row(self.rid)
-        self.publisher.request(self.live[self.rid], self.now_s)
-        self.publisher.flush()
         self.publisher.set_state(state(cfg_rev=self.rev, running=len(self.live)))
         self.publisher.tick(self.now_s)
+        beat = m.Heartbeat(mono_ns=1, step=self.step, busy="idle", last_step_age_us=1, rss_bytes=1)
+        self.publisher.heartbeat(beat)
 
 
 def _read(mirror: Mirror, frames: list[list[bytes]]) -> None:
@@ -177,6 +173,50 @@ def test_after_a_resync_the_mirror_equals_the_engine(
     if mirror.needs_snapshot:
         mirror.snapshot(engine.snapshot())
     _same(mirror, engine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1 << 30), early=st.integers(0, 40), late=st.integers(0, 40))
+def test_without_losses_one_snapshot_is_enough(seed: int, early: int, late: int) -> None:
+    """F04: what was read while the snapshot was on its way is neither lost nor a reason for another one."""
+    engine, mirror = _Engine(seed), Mirror()
+    mirror.begin("one")
+    for _ in range(early):
+        engine.act()
+    _read(mirror, engine.wire)
+    engine.wire.clear()
+    reply = engine.snapshot()
+    for _ in range(late):
+        engine.act()
+    _read(mirror, engine.wire)
+    engine.wire.clear()
+    mirror.snapshot(reply)
+    assert not mirror.needs_snapshot
+    engine.settle()
+    _read(mirror, engine.wire)
+    assert not mirror.gaps
+    _same(mirror, engine)
+
+
+def test_requests_that_ended_unheard_are_live_no_more() -> None:
+    """F02: even when more have ended than a snapshot tells of."""
+    engine, mirror = _Engine(5), Mirror()
+    mirror.begin("one")
+    mirror.snapshot(engine.snapshot())
+    rids = range(1, 2 * SNAPSHOT_ENDED)
+    for rid in rids:
+        engine.publisher.request(request_row(rid), 0.0)
+    engine.publisher.flush()
+    _read(mirror, engine.wire)
+    assert set(mirror.live) == set(rids)
+    for rid in rids:
+        engine.publisher.request(request_row(rid, state="finished"), 0.0)
+    engine.settle()  # read by nobody
+    mirror.expect_snapshot()
+    mirror.snapshot(engine.snapshot())
+    assert not mirror.live
+    assert mirror.state is not None
+    assert mirror.state.ended == len(rids), "totals do not depend on having heard each end"
 
 
 def test_every_row_is_handed_on_once() -> None:

@@ -1,0 +1,81 @@
+"""From a start configuration to a running engine core: torch, the device, the model, the KV pool.
+
+Imports torch, so it is itself imported only after the sockets answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from engine.attention.base import names, probe
+from engine.config import ConfigError, EngineConfig
+from engine.hardware import DeviceError, choose_device, describe
+from engine.knob import KnobContext
+from engine.knob_store import KnobStore, PatchRefused
+from engine.lifetime import ExitCode
+from engine.loop import EngineCore, Event
+from engine.models.errors import ModelError
+from engine.models.loader import load_model
+from engine.text import Tokenizer
+
+log = logging.getLogger("engine.bringup")
+
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def bring_up(
+    config: EngineConfig,
+    sink: Callable[[list[Event]], None],
+    progress: Callable[[str, int, int], None],
+    follow_gpu: Callable[[str], None],
+) -> tuple[EngineCore, KnobStore, Tokenizer]:
+    """Load the model and make the core; ``progress`` gets each stage with its bytes done and in all.
+
+    Raises what `explain` understands.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config.device)
+    loaded = load_model(
+        config.model,
+        dtype=_DTYPES[config.dtype],
+        device=device,
+        load_format=config.load_format,
+        progress=progress,
+        max_model_len=config.max_model_len,
+    )
+    for note in loaded.notes:
+        log.info("%s", note)
+    progress("measuring the device", 0, 0)
+    dtype = loaded.weights["embed"].dtype
+    info = describe(device, dtype=dtype)
+    if info.uuid:
+        follow_gpu(info.uuid)
+    usable = tuple(name for name in names() if probe(name, loaded.spec, device, dtype) is None)
+    context = KnobContext(device=info.kind, attention=usable, max_model_len=loaded.spec.max_model_len)
+    knobs = KnobStore(context, config.knobs)
+    progress("allocating the KV pool", 0, 0)
+    core = EngineCore(loaded, config, knobs, sink, device_info=info)
+    log.info("%s is ready on %s in %s", loaded.info.name, info.name, loaded.info.dtype)
+    return core, knobs, loaded.tokenizer
+
+
+def explain(error: Exception, *, running: bool) -> tuple[int, str]:
+    """The exit code and the sentence for an error of loading (or, ``running``, of the step loop)."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        what = "while running" if running else "while loading"
+        return ExitCode.OUT_OF_MEMORY, f"out of memory {what}: {error}"
+    if isinstance(error, DeviceError):
+        return ExitCode.DEVICE, str(error)
+    if running:
+        return ExitCode.LOOP_FAILED, f"the step loop failed: {type(error).__name__}: {error}"
+    if isinstance(error, PatchRefused):
+        return ExitCode.BAD_CONFIG, f"a knob's value at start cannot be taken: {error.message}"
+    if isinstance(error, ConfigError):
+        return ExitCode.BAD_CONFIG, str(error)
+    if isinstance(error, ModelError):
+        return ExitCode.LOAD_FAILED, str(error)
+    return ExitCode.LOAD_FAILED, f"the model could not be loaded: {type(error).__name__}: {error}"
