@@ -141,25 +141,32 @@ class KnobModel:
         """Ask for a change of one or several knobs, whole or not at all."""
         self._ask(patch, "user")
 
-    def restore(self, values: Patch) -> tuple[Patch, dict[str, str]]:
-        """Ask for a stored configuration: what differs is sent; what cannot be is returned with reasons."""
-        patch: Patch = {}
-        skipped: dict[str, str] = {}
-        for knob, value in values.items():
-            info = self._infos.get(knob)
-            if info is not None and self._applied.get(knob) == value:
-                continue
-            if info is None:
-                skipped[knob] = "This engine has no such knob."
-            elif not info.available:
-                skipped[knob] = info.reason
-            elif str(value) in info.choice_reasons:
-                skipped[knob] = info.choice_reasons[str(value)]
-            else:
-                patch[knob] = value
+    def restore(self, values: Patch) -> Patch:
+        """Ask for a stored configuration: what differs and this engine can take, which is returned."""
+        unavailable = self.unavailable(values)
+        patch = {
+            knob: value
+            for knob, value in values.items()
+            if knob not in unavailable and self._applied.get(knob) != value
+        }
         if patch:
             self.set(patch)
-        return patch, skipped
+        return patch
+
+    def unavailable(self, values: Patch) -> dict[str, str]:
+        """Of a stored configuration, what differs and cannot be had here, with the reasons."""
+        found: dict[str, str] = {}
+        for knob, value in values.items():
+            info = self._infos.get(knob)
+            if info is None:
+                found[knob] = "This engine has no such knob."
+            elif self._applied.get(knob) == value:
+                continue
+            elif not info.available:
+                found[knob] = info.reason
+            elif str(value) in info.choice_reasons:
+                found[knob] = info.choice_reasons[str(value)]
+        return found
 
     def undo(self) -> Patch | None:
         """Ask for the inverse of this console's last applied change; None if there is none."""

@@ -8,6 +8,7 @@ caller's thread. Without Qt, so scripts and tests use it the same way.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import sys
@@ -38,6 +39,7 @@ class EngineLink:
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque()
+        self._calls = itertools.count(1)
         self._inbox = Inbox()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -83,14 +85,15 @@ class EngineLink:
         on_reply: OnReply | None = None,
         on_item: OnItem | None = None,
         timeout_s: float = 10.0,
-    ) -> None:
-        """Send one command; its ``id`` is replaced by a fresh one.
+    ) -> int:
+        """Send one command; its ``id`` is replaced by a fresh one on the wire. Returns the call's number.
 
         ``on_reply`` gets exactly one reply, an `ipc.messages.Error` if the engine dies, the link closes or
         ``timeout_s`` passes. ``on_item`` gets the stream of a `Submit`, ended by Done or StreamLost. Both
         run inside `drain`.
         """
         self._do(lambda: self._send(command, on_reply, on_item, timeout_s))
+        return next(self._calls)
 
     def drain(self) -> Batch:
         """Everything new since the last call; runs the callbacks that are due, on this thread."""

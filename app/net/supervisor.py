@@ -45,6 +45,8 @@ EXIT_WORDS = {
     11: "the device failed",
     12: "it could not listen on its address",
     13: "another engine of that name is running",
+    14: "its model could not be loaded",
+    15: "its step loop failed",
 }
 
 

@@ -1,7 +1,7 @@
 """Puts a `BaselineData` together from a live session or a finished load.
 
-Both take what they need on the caller's thread, quickly; `complete` adds the environment, which asks git
-and the disk, and belongs on the store's thread.
+Both take what they need on the caller's thread, quickly. The environment stays empty: `Store.save_baseline`
+fills it in, since that asks git and the disk.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import msgspec
 from app.lab.load_run import LoadRun
 from app.lab.stats import row_of_engine, summarize
 from app.model.session import SessionModel
-from app.store.environment import environment
 from app.store.errors import StoreError
 from app.store.records import BaselineData, Environment, Identity, Validity
 
@@ -87,12 +86,6 @@ def from_load(session: SessionModel, run: LoadRun, name: str, note: str = "") ->
         step_stats=session.step_stats(begun_s),
         validity=Validity(valid=not reasons, reasons=reasons),
     )
-
-
-def complete(data: BaselineData) -> BaselineData:
-    """The same with the console's environment filled in."""
-    identity = msgspec.structs.replace(data.identity, environment=environment())
-    return msgspec.structs.replace(data, identity=identity)
 
 
 def _identity(session: SessionModel) -> Identity:

@@ -10,9 +10,10 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
 import psutil
 
-from app.store.records import Environment
+from app.store.records import BaselineData, Environment
 from app.version import ROOT, app_version
 
 PACKAGES = (
@@ -93,3 +94,11 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment:
         packages=dict(_installed()),
         variables={name: variables[name] for name in VARIABLES if name in variables},
     )
+
+
+def with_environment(data: BaselineData) -> BaselineData:
+    """``data`` with this console's environment, unless it carries one."""
+    if data.identity.environment.app_version:
+        return data
+    identity = msgspec.structs.replace(data.identity, environment=environment())
+    return msgspec.structs.replace(data, identity=identity)

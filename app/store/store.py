@@ -2,7 +2,7 @@
 
 Write-ahead log, a busy timeout, and transactions that begin by taking the write lock: several processes may
 use one file. A damaged file is moved aside, never deleted, and a fresh one begun. One instance belongs to
-one thread; `app.store.worker.StoreWorker` gives the window such a thread.
+one thread.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sqlite_utils import Database
 
 from app.lab.stats import LoadRow
 from app.store import bundle, compare
+from app.store.environment import with_environment
 from app.store.errors import NotFound, StoreError, explain, is_damage
 from app.store.migrations import migrate, version_of
 from app.store.records import Baseline, BaselineData, BaselineSummary, Comparison, ExportFormat
@@ -146,7 +147,8 @@ class Store:
     # --- writing ---------------------------------------------------------------------------------
 
     def save_baseline(self, data: BaselineData) -> str:
-        """Write it whole or not at all; returns its id."""
+        """Write it whole or not at all; returns its id. An empty environment is filled in with this one."""
+        data = with_environment(data)
         made = Baseline(id=uuid.uuid4().hex, created_unix_ms=time.time_ns() // 1_000_000, data=data)
         with self._writing(f"Saving the baseline {data.name!r}"):
             self._insert(made)
