@@ -19,6 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return cli.main(given)
     if words and words[0] == "--console-help":
         words = ["--help", *words[1:]]
+    if "--smoke" in words:
+        from app.smoke import main as smoke
+
+        return smoke(words)
     from app.application import main as open_console
 
     return open_console(words)
