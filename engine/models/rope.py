@@ -92,8 +92,17 @@ class RopeSpec:
         return default_len
 
     def inv_freq(self) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies, float32 [rotary_dim / 2], and the factor of cosine and sine."""
-        return _COMPUTE[self.kind](self)
+        """Inverse frequencies, float32 [rotary_dim / 2], and the factor of cosine and sine.
+
+        Raises `ModelError` for settings that are well formed but yield no finite numbers.
+        """
+        try:
+            inv_freq, scaling = _COMPUTE[self.kind](self)
+        except (ArithmeticError, ValueError, TypeError) as error:  # TypeError: a root of a negative number
+            raise ModelError(f"rope {self.kind} cannot be computed from its settings: {error}") from error
+        if not (bool(inv_freq.isfinite().all()) and math.isfinite(scaling)):
+            raise ModelError(f"rope {self.kind} has settings that yield infinite frequencies")
+        return inv_freq, scaling
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], *, head_dim: int, max_position: int) -> RopeSpec:
@@ -113,23 +122,25 @@ def _from_hf(
     if kind not in KINDS or kind == "table":
         supported = ", ".join(name for name in KINDS if name != "table")
         raise ModelError(f"unknown rope kind {kind!r}; supported: {supported}")
-    theta = given.get("rope_theta", config.get("rope_theta"))
-    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    partial = 1.0 if partial is None else float(partial)
-    original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-    original = int(original or max_position)
-    factor = given.get("factor")
+    outer = "rope_theta", "partial_rotary_factor"
+    theta, partial = (_optional(given if name in given else config, name) for name in outer)
+    partial = 1.0 if partial is None else partial
+    if not 0.0 < partial <= 1.0:
+        raise ModelError(f"partial_rotary_factor in config.json is {partial}, it must be in (0, 1]")
+    name = "original_max_position_embeddings"
+    original = int(_optional(config, name) or _optional(given, name) or max_position)
+    factor = _optional(given, "factor")
     if factor is None:
         if kind in ("linear", "dynamic", "llama3"):
             raise ModelError(f"rope {kind} needs a factor, config.json has none")
         factor = max_position / original if kind in ("yarn", "longrope") else 1.0
     return RopeSpec(
         kind=kind,
-        theta=10_000.0 if theta is None else float(theta),
+        theta=10_000.0 if theta is None else theta,
         # "proportional" rotates the whole head, its last frequencies being 0.
         rotary_dim=head_dim if kind == "proportional" else int(head_dim * partial),
         max_position=max_position,
-        factor=float(factor),
+        factor=factor,
         original_len=original,
         attention_factor=_optional(given, "attention_factor"),
         beta_fast=_optional(given, "beta_fast") or 32.0,
@@ -149,8 +160,8 @@ def _optional(given: Mapping[str, Any], key: str) -> float | None:
     value = given.get(key)
     if value is None:
         return None
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ModelError(f"rope {key} in config.json is {value!r}, a number is needed")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ModelError(f"{key} in config.json is {value!r}, a number is needed")
     return float(value)
 
 

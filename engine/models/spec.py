@@ -28,6 +28,8 @@ _CLASSES = {
 # What transformers assumes where a config.json leaves a key out.
 _DEFAULT_MAX_LEN = {"llama": 2048, "mistral": 4096 * 32, "qwen2": 32768, "qwen3": 32768}
 _DEFAULT_WINDOW = 4096
+# Beyond any model there is: what a damaged file claims must not become a list of that length.
+MAX_LAYERS, MAX_HEAD_DIM, MAX_SIZE = 4096, 8192, (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,14 @@ class ModelSpec:
             "max_model_len",
         ):
             value = getattr(self, name)
-            if value < 1:
-                raise ModelError(f"{name} is {value}, it must be at least 1")
+            most = {"num_layers": MAX_LAYERS, "head_dim": MAX_HEAD_DIM}.get(name, MAX_SIZE)
+            if not 1 <= value <= most:
+                raise ModelError(f"{name} is {value}, it must be from 1 to {most}")
+        if self.rope.rotary_dim > self.head_dim:
+            raise ModelError(
+                f"rope rotates {self.rope.rotary_dim} elements of heads that have {self.head_dim}"
+            )
+        self.rope.inv_freq()  # refuses settings that yield no frequencies, before any weight is read
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly: "
@@ -141,14 +149,17 @@ class ModelSpec:
         limit = self.rope.longest(self.max_model_len)
         if not 1 <= max_model_len <= limit:
             raise ModelError(
-                f"a context of {max_model_len} tokens is asked for, this model allows 1 to {limit}"
+                f"a context of {max_model_len} tokens was asked for, this model allows 1 to {limit}"
             )
         return replace(self, max_model_len=max_model_len, rope=replace(self.rope, served_len=max_model_len))
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:
         """Read a parsed ``config.json``, of transformers 4 or 5. Raises `ModelError`."""
-        return _from_hf(config)
+        try:
+            return _from_hf(config)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ModelError(f"config.json holds a value of the wrong kind: {error}") from error
 
 
 def _product(shape: tuple[int, ...]) -> int:
@@ -166,25 +177,26 @@ def _from_hf(config: Mapping[str, Any]) -> ModelSpec:
     act = config.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         raise ModelError(f"hidden_act is {act!r}; only silu is supported for the Llama family")
-    layers = _int(config, "num_hidden_layers")
+    layers = _int(config, "num_hidden_layers", MAX_LAYERS)
     heads = _int(config, "num_attention_heads")
     hidden = _int(config, "hidden_size")
     head_dim = config.get("head_dim")
     if head_dim is None:
         head_dim = 128 if arch == "qwen3" and "head_dim" not in config else hidden // heads
-    max_len = config.get("max_position_embeddings", _DEFAULT_MAX_LEN[arch])
+    head_dim = _int({"head_dim": head_dim}, "head_dim", MAX_HEAD_DIM)
+    max_len = _int({"max_position_embeddings": _DEFAULT_MAX_LEN[arch], **config}, "max_position_embeddings")
     bias = bool(config.get("attention_bias", False)) if arch in ("llama", "qwen3") else False
-    rope = RopeSpec.from_hf_config(config, head_dim=int(head_dim), max_position=int(max_len))
+    rope = RopeSpec.from_hf_config(config, head_dim=head_dim, max_position=max_len)
     return ModelSpec(
         architecture=arch,
         num_layers=layers,
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=int(config.get("num_key_value_heads") or (8 if arch == "mistral" else heads)),
-        head_dim=int(head_dim),
+        head_dim=head_dim,
         intermediate_size=_int(config, "intermediate_size"),
         vocab_size=_int(config, "vocab_size"),
-        max_model_len=rope.default_len(int(max_len)),
+        max_model_len=rope.default_len(max_len),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=rope,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -219,10 +231,10 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     return arch
 
 
-def _int(config: Mapping[str, Any], key: str) -> int:
+def _int(config: Mapping[str, Any], key: str, most: int = MAX_SIZE) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
-        raise ModelError(f"{key} in config.json is {value!r}, a positive whole number is needed")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ModelError(f"{key} in config.json is {value!r}, a whole number from 1 to {most} is needed")
     return value
 
 
