@@ -1,0 +1,129 @@
+"""An engine core driven step by step, with what its sink heard sorted by request."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.knob import KnobContext
+from engine.knob_store import KnobStore
+from engine.loop import BlockView, EngineCore, Event
+from engine.models.loader import LoadedModel, load_model
+from engine.request import Request
+from ipc.messages import ApplyEvent, Done, EngineState, KnobValue, RequestRow, Sampling, StepRow, Tokens
+from tests import tiny_models
+
+_FOLDERS = tempfile.TemporaryDirectory(prefix="decodeck-tiny-")
+
+
+@functools.cache
+def tiny_folder(architecture: str, seed: int = 0, **changes: Any) -> Path:
+    """A small random model's folder, written once a run."""
+    name = f"{architecture}-{seed}-{'-'.join(f'{k}{v}' for k, v in changes.items())}"
+    return tiny_models.build(Path(_FOLDERS.name) / name, architecture, seed=seed, **changes)
+
+
+@functools.cache
+def load(path: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    return load_model(path, dtype=dtype, device=torch.device("cpu"), progress=lambda *_: None)
+
+
+@dataclass
+class Heard:
+    """What the sink was told."""
+
+    tokens: dict[int, list[Tokens]] = field(default_factory=lambda: defaultdict(list))
+    done: dict[int, Done] = field(default_factory=dict)
+    rows: dict[int, list[RequestRow]] = field(default_factory=lambda: defaultdict(list))
+    steps: list[StepRow] = field(default_factory=list)
+    applies: list[ApplyEvent] = field(default_factory=list)
+    states: list[EngineState] = field(default_factory=list)
+    views: list[BlockView] = field(default_factory=list)
+
+    def sink(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Tokens():
+                    assert event.rid not in self.done, "tokens after the end"
+                    self.tokens[event.rid].append(event)
+                case Done():
+                    assert event.rid not in self.done, "a second end"
+                    self.done[event.rid] = event
+                case RequestRow():
+                    self.rows[event.rid].append(event)
+                case StepRow():
+                    self.steps.append(event)
+                case ApplyEvent():
+                    self.applies.append(event)
+                case EngineState():
+                    self.states.append(event)
+                case _:
+                    self.views.append(event)
+
+
+class Engine:
+    """A core over a small pool, with the ledger checked after every step."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        pool_tokens: int = 1024,
+        clock_ns: Callable[[], int] | None = None,
+        max_model_len: int | None = None,
+        stall_after_s: float = 3.0,
+        **knobs: KnobValue,
+    ) -> None:
+        self.heard = Heard()
+        self.loaded = loaded
+        config = EngineConfig(
+            model=Path(loaded.info.path),
+            kv_pool_bytes=pool_tokens * loaded.spec.kv_bytes_per_token(loaded.weights["embed"].dtype),
+            max_model_len=max_model_len,
+            check=True,
+            stall_after_s=stall_after_s,
+            knobs=knobs,
+        )
+        clock: dict[str, Any] = {} if clock_ns is None else {"clock_ns": clock_ns}
+        self.core = EngineCore(loaded, config, KnobStore(KnobContext(), knobs), self.heard.sink, **clock)
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling | None = None, **options: Any) -> int:
+        rid = self.core.new_rid()
+        self.core.submit(Request(rid, prompt, sampling or Sampling(max_tokens=8), **options))
+        return rid
+
+    def set(self, **patch: KnobValue) -> None:
+        self.core.propose(patch, self.core.knobs.rev)
+
+    def run(self, limit: int = 20_000) -> None:
+        """Step until nothing is live."""
+        for _ in range(limit):
+            if not self.core.step() and not self.core.answers.live:
+                return
+        raise AssertionError(f"not finished after {limit} steps")
+
+    def ids(self, rid: int) -> list[int]:
+        """Output ids, from the stream or from the end."""
+        done = self.heard.done[rid]
+        if done.ids is not None:
+            return done.ids
+        streamed = self.heard.tokens[rid]
+        assert [t.index for t in streamed] == list(range(len(streamed))), "a gap or a repeat in the stream"
+        return [i for t in streamed for i in t.ids]
+
+    def text(self, rid: int) -> str:
+        return "".join(t.text for t in self.heard.tokens[rid]) + self.heard.done[rid].text
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, **options: Any) -> list[list[int]]:
+        """All at once; the output ids of each."""
+        rids = [self.submit(prompt, sampling, **options) for prompt in prompts]
+        self.run()
+        return [self.ids(rid) for rid in rids]
