@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import numpy as np
 
 from app.net.connection import Connection
@@ -157,12 +158,21 @@ class Judge:
             return self._unconnected(now_s, connection)
         silent_s = now_s - connection.last_heard_s if connection.last_heard_s is not None else 0.0
         heartbeat = connection.mirror.heartbeat
+        state = connection.mirror.state
+        if (
+            heartbeat is not None
+            and state is not None
+            and state.phase == "ready"
+            and heartbeat.busy != "step"
+        ):
+            # The last heartbeat may still tell of a load that is over; the patience for one is not due.
+            heartbeat = msgspec.structs.replace(heartbeat, busy="idle")
         verdict = assess(
             silent_s=silent_s, heartbeat=heartbeat, slow_step_s=self._slow_step_s(now_s, connection)
         )
         if verdict.liveness not in (Liveness.OK, Liveness.SLOW):
             return _LIVENESS_STATE[verdict.liveness], verdict.reason
-        return self._phase(connection.mirror.state, verdict.reason)
+        return self._phase(state, verdict.reason)
 
     def _unconnected(self, now_s: float, connection: Connection) -> tuple[LinkState, str]:
         if connection.lost_at_s is not None and now_s - connection.lost_at_s > _LOST_S and not self._managed:
