@@ -40,6 +40,7 @@ from ipc.endpoints import (
     check_address,
     default_address,
     start_ticks,
+    sweep,
     telemetry_address,
     write_connection,
 )
@@ -128,6 +129,7 @@ def _serve(
     os.umask(0o077)
     path = ctl.path
     if path is not None:
+        sweep(path.parent)
         lock = InstanceLock(path.with_suffix(".lock"))
         lifetime.on_end(lock.release)
     session = uuid.uuid4().hex

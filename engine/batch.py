@@ -107,6 +107,8 @@ class BatchBuilder:
         starts = ends - num_new
         width = int(-(-lengths.max() // self.block_size))
         tables = self._tables[[requests[i].slot for i in order], :width]
+        if tables.max() >= self.num_blocks:  # would be an error of the whole device, not of this step
+            raise ValueError(f"block {tables.max()} is in a table, the pool has {self.num_blocks}")
         row_of = np.repeat(np.arange(count), num_new)
         positions = np.arange(int(ends[-1])) + (num_computed - starts)[row_of]
         block, offset = np.divmod(positions, self.block_size)

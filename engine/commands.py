@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from engine.entrance import Entrance
 from engine.knob_store import PatchRefused
+from engine.knobs import KNOBS, list_knobs
 from engine.lifetime import ExitCode
 from engine.peers import Job, Peer
 from ipc import codec
@@ -127,11 +128,11 @@ class Commands:
             case m.Snapshot():
                 state = server.publisher.state
                 reply = server.publisher.snapshot(
-                    command.id, server.cfg(command.id), state.model, state.device
+                    command.id, self._cfg(command.id), state.model, state.device
                 )
                 server.send(peer, reply)
             case m.CfgGet():
-                server.send(peer, server.cfg(command.id))
+                server.send(peer, self._cfg(command.id))
             case m.CfgSet():
                 server.answer(peer, self._configure(command))
             case m.Submit():
@@ -144,6 +145,14 @@ class Commands:
             case m.Shutdown():
                 server.answer(peer, m.Ok(id=command.id))
                 self._shutdown(peer, command)
+
+    def _cfg(self, command_id: int) -> m.Cfg:
+        """The knobs; before there is a model, with the values that it will start with."""
+        knobs = self._server.knobs
+        if knobs is not None:
+            return m.Cfg(id=command_id, rev=knobs.rev, values=dict(knobs.values), knobs=knobs.infos())
+        values = {knob.id: knob.default for knob in KNOBS} | self._server.initial_knobs
+        return m.Cfg(id=command_id, rev=0, values=values, knobs=list_knobs())
 
     def _configure(self, command: m.CfgSet) -> m.Reply:
         core = self._server.core

@@ -57,8 +57,12 @@ class EngineCore:
         *,
         device_info: DeviceInfo | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        consume: bool = False,
     ) -> None:
-        """Allocates the KV pool. MemoryError if it does not fit, ValueError if it would hold no block."""
+        """Allocates the KV pool. MemoryError if it does not fit, ValueError if it would hold no block.
+
+        ``consume`` takes the weights out of ``loaded``, so that they are not held twice.
+        """
         self.loaded = loaded
         self.config = config
         self.knobs = knobs
@@ -76,6 +80,7 @@ class EngineCore:
             dtype=self._dtype,
             attention=str(knobs["attention"]),
             max_model_len=self.max_model_len,
+            consume=consume,
         )
         block_size = int(knobs["block_size"] or 0)
         num_blocks = self.num_blocks_of(block_size)

@@ -295,20 +295,6 @@ class EngineServer:
             bad_frames=self.bad_frames,
         )
 
-    def cfg(self, command_id: int) -> m.Cfg:
-        """The knobs, before there is a model with the values it will start with."""
-        if self.knobs is not None:
-            return m.Cfg(
-                id=command_id,
-                rev=self.knobs.rev,
-                values=dict(self.knobs.values),
-                knobs=self.knobs.infos(),
-            )
-        from engine.knobs import KNOBS, list_knobs
-
-        values = {knob.id: knob.default for knob in KNOBS} | self.initial_knobs
-        return m.Cfg(id=command_id, rev=0, values=values, knobs=list_knobs())
-
     # --- clients ---------------------------------------------------------------------------------
 
     def send(self, peer: Peer, reply: m.Reply, body: bytes | None = None) -> None:

@@ -161,24 +161,41 @@ def _uid() -> str:
 
 
 class InstanceLock:
-    """An advisory lock on ``path``, held until `release` or the end of the process."""
+    """An advisory lock on the file ``path``, held until `release` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
+        """Raises `LockHeld` at once if somebody else holds it."""
         import fcntl
 
         self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._fd)
-            raise LockHeld(
-                f"another engine holds {path}; attach to it, or give this one another --name"
-            ) from error
+        while True:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(self._fd)
+                raise LockHeld(f"another engine holds {path}; attach to it or choose another name") from error
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._fd), path.stat()):
+                    return
+            os.close(self._fd)  # its holder removed the file between our two calls
 
     def release(self) -> None:
-        """Give the lock back. The file stays: removing it would let two holders lock two files."""
+        """Remove the file and give the lock back."""
+        self._path.unlink(missing_ok=True)
         os.close(self._fd)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what engines that were killed left in ``directory``: sockets, connection files and locks."""
+    for path in directory.glob("*.lock"):
+        try:
+            lock = InstanceLock(path)
+        except (LockHeld, OSError):
+            continue
+        for suffix in (".json", ".ctl", ".tel"):
+            path.with_suffix(suffix).unlink(missing_ok=True)
+        lock.release()
 
 
 def write_connection(path: Path, connection: Connection) -> None:

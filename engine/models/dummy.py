@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from engine.models import hf_tokenizer
 from engine.models.errors import ModelError
-from engine.models.reading import Meter, Progress, allocate, resolve
+from engine.models.reading import Meter, Progress, allocate
 from engine.models.spec import ModelSpec
 from engine.text import Tokenizer
 
@@ -46,8 +46,7 @@ def load(
 
     if not folder.is_dir():
         raise ModelError(f"{asked} is no folder: dummy weights are made from a folder's config.json")
-    resolve(folder / "config.json", roots)
-    spec, config = read_spec(folder, max_model_len)
+    spec, config = read_spec(folder, max_model_len, roots)
     notes = ["the weights are random (dummy): speed and memory are real, the text is noise"]
     if (folder / "tokenizer.json").is_file():
         tokenizer = hf_tokenizer.load(folder, config, spec.vocab_size)

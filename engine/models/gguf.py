@@ -7,6 +7,7 @@ Hugging Face rotates halves; the rows are put back here, for that architecture o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,14 +72,17 @@ def load(
     """Load the file ``path``, which the user named ``asked``. See `engine.models.loader.load_model`."""
     from engine.models.loader import finish, hash_files
 
-    file = gguf_file.read(path)
-    spec = read_spec(file)
+    try:
+        file = gguf_file.read(path)
+        spec = read_spec(file)
+        tokenizer = gguf_tokenizer.build(file.settings, spec.vocab_size)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ModelError(f"{path.name} holds a setting of the wrong kind: {error}") from error
     if max_model_len is not None:
         spec = spec.served(max_model_len)
     placed = _place(file, spec)
     with ThreadPoolExecutor(1) as background:
         digest = background.submit(hash_files, [path])
-        tokenizer = gguf_tokenizer.build(file.settings, spec.vocab_size)
         weights = _read(file, spec, placed, dtype or _own_dtype(placed), device, progress)
         return finish(spec, weights, tokenizer, asked, "gguf", digest.result(), [])
 
@@ -247,8 +251,7 @@ def _nbytes(name: str, tensor: Tensor) -> int:
         raise ModelError(
             f"{name} has rows of {tensor.shape[-1:]} elements, no multiple of its block of {block}"
         )
-    elements = torch.Size(tensor.shape).numel()
-    return int(elements // block * block_bytes)
+    return int(math.prod(tensor.shape) // block * block_bytes)
 
 
 def _own_dtype(placed: Mapping[str, Tensor]) -> torch.dtype:

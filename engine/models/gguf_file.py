@@ -64,7 +64,11 @@ class _Cursor:
         return value
 
     def text(self) -> str:
-        return self.bytes(self.count(self.left, "bytes in a text")).decode("utf-8", errors="surrogateescape")
+        raw = self.bytes(self.count(self.left, "bytes in a text"))
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self._path.name} is damaged: a text is not UTF-8 ({error})") from error
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:

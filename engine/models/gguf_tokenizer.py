@@ -205,8 +205,8 @@ def _sha256(settings: Mapping[str, Any], tokens: Sequence[str], types: Sequence[
     """Of everything here that decides about ids and templates."""
     digest = hashlib.sha256()
     for part in (tokens, map(str, types), settings.get("tokenizer.ggml.merges") or ()):
-        digest.update("\0".join(part).encode("utf-8", errors="surrogateescape") + b"\1")
+        digest.update("\0".join(part).encode("utf-8") + b"\1")
     for key in ("model", "pre", "add_bos_token", "add_space_prefix"):
         digest.update(f"{key}={settings.get(f'tokenizer.ggml.{key}')}\0".encode())
-    digest.update(str(settings.get("tokenizer.chat_template")).encode("utf-8", errors="surrogateescape"))
+    digest.update(str(settings.get("tokenizer.chat_template")).encode("utf-8"))
     return digest.hexdigest()

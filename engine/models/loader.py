@@ -89,10 +89,14 @@ def _advice(suffix: str) -> str:
 # --- a Hugging Face folder ------------------------------------------------------------------------
 
 
-def read_spec(folder: Path, max_model_len: int | None) -> tuple[ModelSpec, dict[str, object]]:
+def read_spec(
+    folder: Path, max_model_len: int | None, roots: Sequence[Path]
+) -> tuple[ModelSpec, dict[str, object]]:
     """The model's shape and its parsed config.json. Raises `ModelError`."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json and is no GGUF file: it is not a model folder")
+    for path in (*folder.glob("*.json"), *folder.glob("*.jinja")):
+        resolve(path, roots)
     config = hf_tokenizer.load_json(folder / "config.json")
     spec = ModelSpec.from_hf_config(config)
     return (spec if max_model_len is None else spec.served(max_model_len)), config
@@ -107,7 +111,7 @@ def _load_folder(
     max_model_len: int | None,
     roots: Sequence[Path],
 ) -> LoadedModel:
-    spec, config = read_spec(folder, max_model_len)
+    spec, config = read_spec(folder, max_model_len, roots)
     notes: list[str] = []
     placed = _place(folder, spec, roots, notes)
     tokenizer = hf_tokenizer.load(folder, config, spec.vocab_size)
