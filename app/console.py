@@ -1,0 +1,277 @@
+"""`Console`: everything behind the window, in one place, for panels, actions and tests.
+
+It owns the link to the engine, the session, the knobs, the load run, the chat and the baselines, and takes in
+what is new on each frame of the clock. It knows no widget. Window and language can change over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from PySide6.QtCore import QObject, Signal
+
+from app.errors import ErrorHub
+from app.i18n import knob_title, tr, tr_engine
+from app.jobs import Jobs
+from app.knob_text import value_text
+from app.lab.load_run import LoadProgress, LoadRun
+from app.lab.workload import WorkloadSpec
+from app.model.chat import ChatModel
+from app.model.knobs import KnobModel, KnobStatus
+from app.model.session import SessionModel
+from app.net.io_thread import EngineLink
+from app.net.types import LaunchSpec, LinkState
+from app.settings import Settings
+from app.store.collect import from_live, from_load
+from app.store.records import BaselineData, BaselineSummary, Comparison
+from app.store.store import ExportFormat, Store
+from ipc.messages import ApplyEvent, Cancel, Error, KnobValue, Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something to tell the person. ``level``: info, warning or error."""
+
+    level: str
+    text: str
+    detail: str = ""
+
+
+class Console(QObject):
+    """All methods belong to the GUI thread and return at once."""
+
+    noticed = Signal(object)  # Notice
+    selected = Signal(object)  # rid of the request that was picked, or None
+    baselines_changed = Signal()
+
+    def __init__(
+        self, link: EngineLink, settings: Settings, store_path: Path, errors: ErrorHub | None = None
+    ) -> None:
+        super().__init__()
+        self.link = link
+        self.settings = settings
+        self.errors = errors or ErrorHub()
+        self.session = SessionModel()
+        self.knobs = KnobModel(link.send)
+        self.load_run = LoadRun()
+        self.load_progress = LoadProgress()
+        self.chat = ChatModel(self.link.send)
+        self.jobs = Jobs()
+        self.baselines: list[BaselineSummary] = []
+        self.baseline_error = ""
+        self.selected_rid: int | None = None
+        self.launch_spec: LaunchSpec | None = None
+        self.store: Store | None = None  # lives on the jobs' thread; use `with_store`
+        self._store_path = store_path
+        self._refusals: dict[str, str] = {}
+        self._load_was_running = False
+        self._closed = False
+        self.reload_baselines()
+
+    # --- the beat -----------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Take in what is new. Called by the clock ten times a second."""
+        if self._closed:
+            return
+        batch = self.link.drain()
+        self.session.ingest(batch)
+        self.knobs.ingest(batch)
+        for event in batch.events:
+            self._tell_rolled_back(event)
+        self._tell_refusals()
+        if self.load_run.running or self._load_was_running:
+            self.load_progress = self.load_run.poll()
+            self._tell_load_end()
+        self.jobs.poll()
+        for record in self.errors.take():
+            self.noticed.emit(Notice("error", record.summary, record.detail))
+
+    def _tell_rolled_back(self, event: ApplyEvent) -> None:
+        if event.result == "rolled_back":
+            names = self.patch_text(event.patch)
+            text = tr("{names} was rolled back: {why}").format(names=names, why=tr_engine(event.why))
+            self.noticed.emit(Notice("warning", text))
+
+    def patch_text(self, patch: Mapping[str, KnobValue]) -> str:
+        """A change for a person: ``Prefix cache: off``."""
+        titles = {view.info.id: view.info.title for view in self.knobs.views()}
+        return ", ".join(
+            f"{knob_title(knob, titles.get(knob, knob))}: {value_text(value)}"
+            for knob, value in patch.items()
+        )
+
+    def _tell_refusals(self) -> None:
+        refused = {v.info.id: v.reason for v in self.knobs.views() if v.status is KnobStatus.REFUSED}
+        for knob, reason in refused.items():
+            if self._refusals.get(knob) != reason:
+                title = knob_title(knob, self.knobs.view(knob).info.title)
+                text = tr("{name} was not changed: {why}").format(name=title, why=tr_engine(reason))
+                self.noticed.emit(Notice("warning", text))
+        self._refusals = refused
+
+    def _tell_load_end(self) -> None:
+        running = self.load_run.running
+        if self._load_was_running and not running:
+            progress = self.load_progress
+            if progress.phase == "failed":
+                self.noticed.emit(Notice("error", tr("The load failed: {why}").format(why=progress.message)))
+            elif not progress.valid:
+                why = "; ".join(progress.invalid_reasons)
+                self.noticed.emit(Notice("warning", tr("This load run is not valid: {why}").format(why=why)))
+            else:
+                text = tr("The load has ended: {done} requests done, {failed} failed.")
+                text = text.format(done=progress.done, failed=progress.failed)
+                self.noticed.emit(Notice("info", text))
+        self._load_was_running = running
+
+    # --- the engine ---------------------------------------------------------------------------------
+
+    def launch(self, spec: LaunchSpec) -> None:
+        """Start a managed engine with ``spec``."""
+        self.launch_spec = spec
+        self.settings.remember_model(spec.model)
+        self.link.launch(spec)
+
+    def open_model(self, path: str) -> None:
+        """Start the engine anew with another model, everything else as it was."""
+        self.stop_load(drain=False)
+        spec = replace(self.launch_spec, model=path) if self.launch_spec else LaunchSpec(model=path)
+        self.launch(spec)
+
+    def restart(self) -> None:
+        """Start the engine again with the configuration that it last ran with."""
+        self.link.restart()
+
+    @property
+    def engine_ready(self) -> bool:
+        return self.session.link.state is LinkState.READY
+
+    # --- requests and load --------------------------------------------------------------------------
+
+    def select(self, rid: int | None) -> None:
+        """Pick a request: its blocks stand out in the map."""
+        if rid != self.selected_rid:
+            self.selected_rid = rid
+            self.selected.emit(rid)
+
+    def cancel_request(self, rid: int) -> None:
+        """Ask the engine to end one request."""
+        self.link.send(Cancel(id=1, rid=rid), self._tell_error)
+
+    def _tell_error(self, reply: Reply) -> None:
+        if isinstance(reply, Error):
+            self.noticed.emit(Notice("warning", reply.message))
+
+    def start_load(self, spec: WorkloadSpec) -> None:
+        """Start a load against the present engine; a notice says why where that fails."""
+        try:
+            self.load_run.start(spec, self.session.link.endpoint)
+        except (RuntimeError, ValueError, OSError) as error:
+            self.noticed.emit(Notice("error", str(error)))
+            return
+        self._load_was_running = True
+        self.load_progress = self.load_run.poll()
+
+    def stop_load(self, drain: bool = True) -> None:
+        """End the load, if one runs."""
+        if self.load_run.running:
+            self.load_run.stop(drain)
+
+    # --- baselines ----------------------------------------------------------------------------------
+
+    def with_store(
+        self, title: str, work: Callable[[Store], Any], on_done: Callable[[Any], None] | None = None
+    ) -> None:
+        """Run ``work(store)`` on the jobs' thread and tell ``on_done`` later; errors become a notice."""
+
+        def job() -> Any:
+            if self.store is None:
+                self.store = Store(self._store_path)
+            return work(self.store)
+
+        def failed(error: Exception) -> None:
+            self.noticed.emit(Notice("error", str(error)))
+
+        self.jobs.submit(title, job, on_done or (lambda _result: None), failed)
+
+    def reload_baselines(self) -> None:
+        """Read the list of baselines again."""
+
+        def show(found: list[BaselineSummary]) -> None:
+            self.baselines = found
+            self.baselines_changed.emit()
+
+        self.with_store(tr("Reading baselines"), lambda store: store.list(), show)
+
+    def baseline_data(self, name: str, note: str, source: str, span_s: float | None) -> BaselineData:
+        """What `save_baseline` would store now. ``source``: live or load. Raises StoreError if it cannot."""
+        if source == "load":
+            return from_load(self.session, self.load_run, name, note)
+        return from_live(self.session, name, note, span_s)
+
+    def save_baseline(self, data: BaselineData, on_saved: Callable[[str], None] | None = None) -> None:
+        """Write a baseline; ``on_saved`` gets its id."""
+
+        def saved(found: str) -> None:
+            self.noticed.emit(Notice("info", tr("Saved baseline “{name}”.").format(name=data.name)))
+            self.reload_baselines()
+            if on_saved is not None:
+                on_saved(found)
+
+        self.with_store(tr("Saving a baseline"), lambda store: store.save_baseline(data), saved)
+
+    def delete_baseline(self, baseline_id: str) -> None:
+        def gone(_result: None) -> None:
+            self.reload_baselines()
+
+        self.with_store(tr("Deleting a baseline"), lambda store: store.delete(baseline_id), gone)
+
+    def compare_baselines(self, a: str, b: str, on_done: Callable[[Comparison], None]) -> None:
+        self.with_store(tr("Comparing baselines"), lambda store: store.compare(a, b), on_done)
+
+    def export_baseline(self, baseline_id: str, form: ExportFormat, out: Path) -> None:
+        """Write one baseline to ``out``."""
+
+        def written(path: Path) -> None:
+            self.noticed.emit(Notice("info", tr("Wrote {path}").format(path=path)))
+
+        self.with_store(tr("Exporting"), lambda store: store.export(baseline_id, form, out), written)
+
+    def import_baselines(self, path: Path) -> None:
+        """Read a bundle that was exported before."""
+
+        def read(result: Any) -> None:
+            text = tr("Imported {added}; {there} were already there.")
+            text = text.format(added=len(result.added), there=len(result.already_there))
+            self.noticed.emit(Notice("info", text))
+            self.reload_baselines()
+
+        self.with_store(tr("Importing"), lambda store: store.import_(path), read)
+
+    def restore_configuration(self, baseline_id: str) -> None:
+        """Ask the engine for the configuration of a stored baseline."""
+
+        def ask(baseline: Any) -> None:
+            asked: dict[str, KnobValue] = self.knobs.restore(baseline.data.config)
+            text = tr("Nothing to restore: the engine already runs with this configuration.")
+            if asked:
+                text = tr("Restoring {n} settings of “{name}”.").format(n=len(asked), name=baseline.data.name)
+            self.noticed.emit(Notice("info", text))
+
+        self.with_store(tr("Reading a baseline"), lambda store: store.get(baseline_id), ask)
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the load, the jobs and the link with a managed engine. Returns within seconds."""
+        if self._closed:
+            return
+        self._closed = True
+        self.load_run.close()
+        self.jobs.close(self.store.close if self.store is not None else None)
+        self.link.close()
+        self.settings.sync()

@@ -1,0 +1,469 @@
+"""The main window: docks around the charts, menus from the declared actions, one clock for all panels.
+
+Driving it from a script or a smoke run (all calls on the GUI thread, between `QApplication.processEvents`):
+
+    app, window = application.build(argv)      # as `main` does it, without entering the event loop
+    window.console.engine_ready                # False until the model is loaded; keep processing events
+    window.session, window.knobs, window.load_run, window.store     # the Qt-free middle, live
+    window.action("toggle_load").trigger()     # any action by its id, see app/actions.py
+    window.console.start_load(WorkloadSpec(...)); window.load_run.running; window.console.load_progress
+    window.knobs.set({"prefix_cache": False})  # as the panel does; window.knobs.view(id).status tells
+    window.console.save_baseline(window.console.baseline_data("name", "note", "load", None), on_saved)
+    window.console.with_store(title, lambda store: ..., on_done)    # anything else with the store
+    window.show_panel("requests")              # bring a dock to the front
+    window.grab_to(Path("picture.png"))        # a picture of the whole window
+    window.close()                             # ends load, jobs, engine; returns when they are gone
+
+``window.store`` is None until the first use, and belongs to the jobs' thread: use `console.with_store`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from PySide6.QtCore import QByteArray, QEvent, Qt, QTimer, Signal, Slot
+from PySide6.QtGui import QAction, QCloseEvent, QGuiApplication
+from PySide6.QtWidgets import (
+    QApplication,
+    QFileDialog,
+    QMainWindow,
+    QMenu,
+    QSizePolicy,
+    QSplitter,
+    QToolBar,
+    QWidget,
+)
+
+from app import i18n, status, theme
+from app.actions import ACTIONS, MENUS, ActionRegistry
+from app.clock import FIGURES_EVERY, FrameClock
+from app.console import Console, Notice
+from app.dialogs.help import about_dialog, metrics_dialog, shortcuts_dialog
+from app.dialogs.prompt import attach_dialog
+from app.dialogs.save_baseline import SaveBaselineDialog
+from app.i18n import N_, tr, tr_later
+from app.lab.load_run import LoadRun
+from app.model.knobs import KnobModel
+from app.model.session import SessionModel
+from app.panels.bandwidth import BandwidthPanel
+from app.panels.baselines import BaselinesPanel
+from app.panels.charts import LatencyChart, ThroughputChart
+from app.panels.kpi_strip import KpiStrip
+from app.panels.kv_map import KvMapPanel
+from app.panels.log import LogPanel
+from app.panels.optimizations import OptimizationsPanel
+from app.panels.playground import PlaygroundPanel
+from app.panels.requests import RequestsPanel
+from app.panels.view import ChartView
+from app.settings import LAYOUT_VERSION, reachable
+from app.status_bar import StatusLine
+from app.store.store import Store
+from app.widgets.banner import Banner
+from app.widgets.basic import button, column, label
+from app.widgets.command_palette import CommandPalette
+from app.widgets.dock import PanelDock
+from app.widgets.load_bar import LoadBar
+from app.widgets.toast import ToastStack
+
+Area = Qt.DockWidgetArea
+# Docks: id, area, and the panels in it.
+DOCKS: tuple[tuple[str, Area, tuple[str, ...]], ...] = (
+    ("left", Area.LeftDockWidgetArea, ("optimizations", "playground")),
+    ("map", Area.RightDockWidgetArea, ("kv_map",)),
+    ("traffic", Area.RightDockWidgetArea, ("bandwidth",)),
+    ("bottom", Area.BottomDockWidgetArea, ("requests", "baselines", "log")),
+)
+PANELS: dict[str, str] = {
+    "optimizations": N_("Optimizations"), "playground": N_("Playground"), "kv_map": N_("KV blocks"),
+    "bandwidth": N_("Bandwidth"), "requests": N_("Requests"), "baselines": N_("Baselines"), "log": N_("Log"),
+}  # fmt: skip
+LEFT_WIDTH, RIGHT_WIDTH, BOTTOM_HEIGHT = 324, 344, 186
+
+
+class MainWindow(QMainWindow):
+    """See the module. ``language_asked`` wants this window made anew in another language."""
+
+    language_asked = Signal(str)
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console = console
+        self.view = ChartView(console)
+        self.keep_console = False  # True while the window is only replaced
+        self.setObjectName("main")
+        self.setWindowTitle("Decodeck")
+        self.setContentsMargins(8, 0, 8, 0)
+        self.setDockOptions(QMainWindow.DockOption.AnimatedDocks | QMainWindow.DockOption.AllowNestedDocks)
+        self.setCorner(Qt.Corner.BottomLeftCorner, Area.BottomDockWidgetArea)
+        self.setCorner(Qt.Corner.BottomRightCorner, Area.RightDockWidgetArea)
+        self.actions_by_id = ActionRegistry(self)
+        self.toasts = ToastStack(self)
+        self.clock = FrameClock(self)
+        self._build_centre()
+        self._build_docks()
+        self._build_menus()
+        self.status_line = StatusLine(self)
+        self.setStatusBar(self.status_line)
+        self._connect()
+        self._restore()
+        self.clock.start()
+
+    # --- what scripts and tests use -----------------------------------------------------------------
+
+    @property
+    def session(self) -> SessionModel:
+        return self.console.session
+
+    @property
+    def knobs(self) -> KnobModel:
+        return self.console.knobs
+
+    @property
+    def load_run(self) -> LoadRun:
+        return self.console.load_run
+
+    @property
+    def store(self) -> Store | None:
+        return self.console.store
+
+    def action(self, name: str) -> QAction:
+        """The action with this id. Raises KeyError that names the known ones."""
+        if name not in self.actions_by_id.by_id:
+            raise KeyError(f"no action {name!r}; there are {', '.join(sorted(self.actions_by_id.by_id))}")
+        return self.actions_by_id.by_id[name]
+
+    def show_panel(self, name: str) -> None:
+        """Show a panel (a key of `PANELS`) and bring it to the front."""
+        dock = next(dock for dock in self.docks.values() if name in dock.ids)
+        dock.show_panel(name)
+
+    def grab_to(self, path: Path) -> None:
+        """Write a picture of the window as PNG. Raises OSError where that fails."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.grab().save(str(path), "PNG"):
+            raise OSError(f"could not write a picture to {path}")
+
+    # --- building -----------------------------------------------------------------------------------
+
+    def _build_centre(self) -> None:
+        console = self.console
+        self.banner = Banner()
+        self.load_bar = LoadBar()
+        self.load_bar.set_values(console.settings.load)
+        self.kpis = KpiStrip(console)
+        top = QWidget()
+        top.setLayout(column(self.load_bar, self.kpis, self.banner, spacing=8, margins=(0, 8, 0, 8)))
+        top.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
+        self.ttft = LatencyChart(self.view, "ttft")
+        self.tpot = LatencyChart(self.view, "tpot")
+        self.throughput = ThroughputChart(self.view)
+        self.splitter = QSplitter(Qt.Orientation.Vertical)
+        self.splitter.setHandleWidth(8)
+        self.splitter.setChildrenCollapsible(False)
+        for chart in (self.ttft, self.tpot, self.throughput):
+            self.splitter.addWidget(chart)
+        self.setCentralWidget(self.splitter)
+        # A tool bar is the one place of a main window that spans the docks at both sides.
+        bar = QToolBar(tr("Load and figures"))
+        bar.setObjectName("top")
+        bar.setMovable(False)
+        bar.addWidget(top)
+        self.addToolBar(Qt.ToolBarArea.TopToolBarArea, bar)
+        self.setContextMenuPolicy(Qt.ContextMenuPolicy.NoContextMenu)
+
+    def _build_docks(self) -> None:
+        console = self.console
+        self.optimizations = OptimizationsPanel(console)
+        self.playground = PlaygroundPanel(console)
+        self.kv_map = KvMapPanel(console)
+        self.bandwidth = BandwidthPanel(self.view)
+        self.requests = RequestsPanel(console)
+        self.baselines = BaselinesPanel(console)
+        self.log = LogPanel(console)
+        panels: dict[str, QWidget] = {
+            "optimizations": self.optimizations, "playground": self.playground, "kv_map": self.kv_map,
+            "bandwidth": self.bandwidth, "requests": self.requests, "baselines": self.baselines,
+            "log": self.log,
+        }  # fmt: skip
+        self.panels = panels
+        self.docks: dict[str, PanelDock] = {}
+        for name, area, ids in DOCKS:
+            dock = PanelDock(name, {i: (tr_later(PANELS[i]), panels[i]) for i in ids}, self)
+            self.addDockWidget(area, dock)
+            self.docks[name] = dock
+
+    def _place_docks(self) -> None:
+        """The default arrangement."""
+        for name, area, _ids in DOCKS:
+            dock = self.docks[name]
+            dock.setFloating(False)
+            self.addDockWidget(area, dock)
+            dock.show_index(0)
+            dock.show()
+        self._size_docks()
+
+    @Slot()
+    def _size_docks(self) -> None:
+        left, blocks, traffic, bottom = (self.docks[name] for name, _, _ in DOCKS)
+        self.resizeDocks([left, blocks], [LEFT_WIDTH, RIGHT_WIDTH], Qt.Orientation.Horizontal)
+        self.resizeDocks([bottom], [BOTTOM_HEIGHT], Qt.Orientation.Vertical)
+        self.resizeDocks([blocks, traffic], [560, 440], Qt.Orientation.Vertical)
+        self.splitter.setSizes([1000, 1000, 1000])
+
+    def _build_menus(self) -> None:
+        self.menus: dict[str, QMenu] = {}
+        for key, title in MENUS.items():
+            self.menus[key] = self.menuBar().addMenu(tr_later(title))
+        for spec in ACTIONS:
+            if spec.separator:
+                self.menus[spec.menu].addSeparator()
+            self.menus[spec.menu].addAction(self.actions_by_id.by_id[spec.id])
+            self.addAction(self.actions_by_id.by_id[spec.id])
+        panels = QMenu(tr("Panels"), self)
+        self.panel_actions: list[QAction] = []
+        for i, (name, title) in enumerate(PANELS.items(), 1):
+            action = QAction(tr_later(title), self)
+            action.setShortcut(f"Ctrl+{i}")
+            action.triggered.connect(lambda _checked=False, panel=name: self.show_panel(panel))
+            panels.addAction(action)
+            self.addAction(action)
+            self.panel_actions.append(action)
+        self.menus["view"].insertMenu(self.action("reset_layout"), panels)
+        brand = label("Decodeck", "brand")
+        self.menuBar().setCornerWidget(brand, Qt.Corner.TopLeftCorner)
+        brand.show()
+        search = button(f"{tr('Search commands')}   Ctrl+K", self.open_palette, "search")
+        self.menuBar().setCornerWidget(search, Qt.Corner.TopRightCorner)
+        search.show()
+        settings = self.console.settings
+        self.actions_by_id.choose("span", settings.time_window_s)
+        self.actions_by_id.choose("theme", settings.theme)
+        self.actions_by_id.choose("language", i18n.language())
+
+    def _connect(self) -> None:
+        console = self.console
+        console.noticed.connect(self._on_notice)
+        self.load_bar.started.connect(self._on_start_load)
+        self.load_bar.stopped.connect(lambda: console.stop_load())
+        self.banner.restart_asked.connect(self.restart_engine)
+        self.banner.log_asked.connect(lambda: self.show_panel("log"))
+        self.requests.load_asked.connect(self.toggle_load)
+        self.baselines.save_asked.connect(self.save_baseline)
+        self.optimizations.baseline_asked.connect(self.save_baseline)
+        self.clock.on_error = console.errors.put_error
+        self.clock.always(console.tick)
+        clock = self.clock
+        clock.register(self, self._refresh_state)
+        clock.register(self.kpis, self.kpis.refresh, FIGURES_EVERY)
+        for chart in (self.ttft, self.tpot, self.throughput):
+            clock.register(chart, chart.refresh)
+            clock.register(chart, chart.refresh_figures, FIGURES_EVERY)
+        for panel in (self.kv_map, self.bandwidth, self.requests):
+            clock.register(panel, panel.refresh)
+            clock.register(panel, panel.refresh_figures, FIGURES_EVERY)
+        for other in (self.optimizations, self.playground, self.log):
+            clock.register(other, other.refresh)
+        clock.register(self.status_line, self.status_line.refresh, FIGURES_EVERY)
+
+    # --- the beat -----------------------------------------------------------------------------------
+
+    def _refresh_state(self) -> None:
+        message = status.banner_message(self.session)
+        if message is None:
+            self.banner.hide()
+        else:
+            self.banner.show_message(
+                message.level, message.title, message.text, share=message.share, busy=message.busy,
+                can_restart=message.can_restart, log=message.log,
+            )  # fmt: skip
+        self.load_bar.show_progress(
+            self.console.load_progress, self.load_run.running, self.console.engine_ready
+        )
+        self.actions_by_id.refresh(self.console)
+
+    @Slot(object)
+    def _on_notice(self, notice: Notice) -> None:
+        self.toasts.show_notice(notice.level, notice.text, notice.detail)
+
+    # --- layout -------------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Open where and how the window was closed, if that can be reached; else the default."""
+        settings = self.console.settings
+        screens = QGuiApplication.screens()
+        primary = QGuiApplication.primaryScreen()
+        ordered = [s for s in screens if s is primary] + [s for s in screens if s is not primary]
+        self.setMinimumSize(1024, 640)
+        self.setGeometry(reachable(settings.rect, [s.availableGeometry() for s in ordered]))
+        if settings.maximized:
+            self.setWindowState(Qt.WindowState.WindowMaximized)
+        state = settings.window_state
+        if state.isEmpty() or not self.restoreState(state, LAYOUT_VERSION):
+            # Sizes of docks hold only once the window has been laid out.
+            QTimer.singleShot(0, self._size_docks)
+        if not settings.splitter_state.isEmpty():
+            self.splitter.restoreState(settings.splitter_state)
+
+    def save_layout(self) -> None:
+        """Remember the arrangement for the next start."""
+        settings = self.console.settings
+        if not self.isMaximized() and not self.isMinimized():
+            settings.rect = self.geometry()
+        settings.maximized = self.isMaximized()
+        settings.window_state = QByteArray(self.saveState(LAYOUT_VERSION))
+        settings.splitter_state = QByteArray(self.splitter.saveState())
+        settings.load = self.load_bar.values()
+        settings.sync()
+
+    def reset_layout(self) -> None:
+        """All panels back to their first places."""
+        self.console.settings.forget_layout()
+        self._place_docks()
+
+    def closeEvent(self, event: QCloseEvent) -> None:
+        self.clock.stop()
+        self.save_layout()
+        if not self.keep_console:
+            self.hide()
+            self.console.close()
+        event.accept()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.ThemeChange and self.console.settings.theme == "system":
+            self._apply_theme("system")
+
+    # --- actions ------------------------------------------------------------------------------------
+
+    def save_baseline(self) -> None:
+        """Ask for a name and save."""
+        dialog = SaveBaselineDialog(self.console, self)
+        dialog.accepted_values.connect(self._on_save_values)
+        dialog.open()
+
+    @Slot(object)
+    def _on_save_values(self, values: tuple[str, str, str, int | None]) -> None:
+        name, note, source, span = values
+        try:
+            data = self.console.baseline_data(name, note, source, None if span is None else float(span))
+        except Exception as error:  # whatever keeps it from being saved is told, the window goes on
+            self._on_notice(Notice("error", str(error)))
+            return
+        self.console.save_baseline(data)
+        self.show_panel("baselines")
+
+    def import_baselines(self) -> None:
+        self.show_panel("baselines")
+        self.baselines.on_import()
+
+    def export_baseline(self) -> None:
+        self.show_panel("baselines")
+        self.baselines.on_export()
+
+    def save_picture(self) -> None:
+        """Ask for a place and write a picture of the window."""
+        dialog = QFileDialog(self, tr("Save picture"))
+        dialog.setAcceptMode(QFileDialog.AcceptMode.AcceptSave)
+        dialog.setDefaultSuffix("png")
+        dialog.setNameFilter("PNG (*.png)")
+        dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
+        picture = self.grab()
+        dialog.fileSelected.connect(lambda path: picture.save(path))
+        dialog.open()
+
+    def open_model_file(self) -> None:
+        """Ask for a GGUF file and start the engine with it."""
+        dialog = QFileDialog(self, tr("Open a GGUF file"))
+        dialog.setFileMode(QFileDialog.FileMode.ExistingFile)
+        dialog.setNameFilter("GGUF (*.gguf)")
+        self._open_with(dialog)
+
+    def open_model_folder(self) -> None:
+        """Ask for a Hugging Face folder and start the engine with it."""
+        dialog = QFileDialog(self, tr("Open a model folder"))
+        dialog.setFileMode(QFileDialog.FileMode.Directory)
+        self._open_with(dialog)
+
+    def _open_with(self, dialog: QFileDialog) -> None:
+        dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
+        dialog.fileSelected.connect(self.console.open_model)
+        dialog.open()
+
+    def attach(self) -> None:
+        """Ask for an address and connect to an engine that runs there."""
+        attach_dialog(self, self.console.link.attach)
+
+    def restart_engine(self) -> None:
+        self.console.restart()
+
+    def stop_engine(self) -> None:
+        self.console.stop_load(drain=False)
+        self.console.link.stop_engine()
+
+    def undo(self) -> None:
+        self.knobs.undo()
+
+    def redo(self) -> None:
+        self.knobs.redo()
+
+    def toggle_load(self) -> None:
+        self.load_bar.toggle()
+
+    def cancel_load(self) -> None:
+        self.console.stop_load(drain=False)
+
+    @Slot(object)
+    def _on_start_load(self, spec: object) -> None:
+        self.console.start_load(spec)  # type: ignore[arg-type]
+
+    def open_palette(self) -> None:
+        """The command palette, in the upper middle of the window."""
+        everything = [*self.actions_by_id.by_id.values(), *self.panel_actions]
+        palette = CommandPalette(everything, self)
+        corner = self.mapToGlobal(self.rect().topLeft())
+        palette.move(corner.x() + (self.width() - palette.width()) // 2, corner.y() + 70)
+        palette.show()
+        palette.field.setFocus()
+
+    def set_paused(self, paused: bool) -> None:
+        self.view.set_paused(paused)
+        self.action("pause").setChecked(paused)
+
+    def set_span(self, span_s: int) -> None:
+        self.view.set_span(span_s)
+        self.actions_by_id.choose("span", span_s)
+
+    def set_log_scale(self, log: bool) -> None:
+        for chart in (self.ttft, self.tpot):
+            chart.set_log(log)
+            chart.refresh_figures()
+        self.action("log_scale").setChecked(log)
+
+    def set_theme(self, choice: str) -> None:
+        self.console.settings.theme = choice
+        self._apply_theme(choice)
+        self.actions_by_id.choose("theme", choice)
+
+    def _apply_theme(self, choice: str) -> None:
+        app = QApplication.instance()
+        if isinstance(app, QApplication):
+            theme.manager().apply(app, choice)  # type: ignore[arg-type]
+
+    def set_language(self, language: str) -> None:
+        self.console.settings.language = language
+        self.actions_by_id.choose("language", language)
+        self.language_asked.emit(language)
+
+    def filter_requests(self) -> None:
+        self.show_panel("requests")
+        self.requests.toggle_filter()
+
+    def show_shortcuts(self) -> None:
+        named = [*self.actions_by_id.by_id.values(), *self.panel_actions]
+        shortcuts_dialog(self, named).show()
+
+    def show_metrics(self) -> None:
+        metrics_dialog(self).show()
+
+    def show_about(self) -> None:
+        about_dialog(self, self.console).show()

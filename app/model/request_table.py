@@ -1,0 +1,192 @@
+"""A Qt table model over the session's requests: rows change in place, new ones come in at the top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from PySide6.QtCore import QAbstractTableModel, QModelIndex, QPersistentModelIndex, Qt
+
+from app.i18n import N_, tr, tr_engine, tr_later
+from app.model.session import RequestView, SessionModel
+from app.units import NONE, count, seconds
+from app.widgets.basic import plain_tip
+
+AnyIndex = QModelIndex | QPersistentModelIndex
+MAX_ROWS = 2000
+RID_ROLE = Qt.ItemDataRole.UserRole + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: how a cell reads, and what it means."""
+
+    title: str
+    tip: str
+    text: Callable[[RequestView], str]
+    right: bool = True
+    width: int = 84
+
+
+def state_text(view: RequestView) -> str:
+    """A request's state in a word or two."""
+    row = view.row
+    if row.state == "prefill":
+        total = row.prompt_tok + (row.output_tok if row.preempt_n else 0)
+        return tr("prefill {done} of {total}").format(done=count(row.computed_tok), total=count(total))
+    if row.state == "finished":
+        return tr_engine(row.finish or "finished")
+    return tr_engine(row.state)
+
+
+def _preempted(view: RequestView) -> str:
+    row = view.row
+    if not row.preempt_n:
+        return NONE
+    return tr("{n} ({time})").format(n=row.preempt_n, time=seconds(row.preempted_us / 1e6))
+
+
+def _revision(view: RequestView) -> str:
+    row = view.row
+    if row.rev_last <= row.rev_first:  # the last one is only known at the end
+        return str(row.rev_first)
+    return f"{row.rev_first}–{row.rev_last}"
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column(
+        N_("Request"),
+        N_("The engine's number of the request, and the label its client gave it."),
+        lambda v: f"{v.rid}  {v.row.tag}".rstrip(),
+        right=False,
+        width=150,
+    ),
+    Column(
+        N_("State"),
+        N_("waiting, prefill, decode, preempted; or how it ended."),
+        state_text,
+        right=False,
+        width=132,
+    ),
+    Column(N_("Prompt"), N_("Tokens of the prompt."), lambda v: str(count(v.row.prompt_tok)), width=70),
+    Column(
+        N_("Cached"),
+        N_("Prompt tokens found in the prefix cache at first admission."),
+        lambda v: str(count(v.row.cached_tok)),
+        width=70,
+    ),
+    Column(N_("Output"), N_("Tokens generated so far."), lambda v: str(count(v.row.output_tok)), width=70),
+    Column(
+        N_("Queue"),
+        N_("From arrival to the first step that worked on it."),
+        lambda v: str(seconds(v.queue_s)),
+    ),
+    Column(
+        N_("TTFT"), N_("From arrival at the engine to the first token."), lambda v: str(seconds(v.ttft_s))
+    ),
+    Column(N_("TPOT"), N_("(last − first token) / (tokens − 1)."), lambda v: str(seconds(v.tpot_s))),
+    Column(N_("Total"), N_("From arrival to the end."), lambda v: str(seconds(v.e2e_s))),
+    Column(
+        N_("Preempted"),
+        N_("How often it lost its KV blocks, and for how long it waited for new ones."),
+        _preempted,
+        width=96,
+    ),
+    Column(
+        N_("Revision"),
+        N_("The configuration revisions under which it ran, first to last."),
+        _revision,
+        width=76,
+    ),
+)
+
+
+class RequestTable(QAbstractTableModel):
+    """Newest first. `refresh` takes in what changed; a row never moves."""
+
+    def __init__(self, session: SessionModel) -> None:
+        super().__init__()
+        self._session = session
+        self._rows: list[RequestView] = []  # oldest first; shown from the end
+        self._at: dict[int, int] = {}
+        self._seen_rev = -1
+
+    def refresh(self) -> None:
+        """Bring the table up to date."""
+        rev = self._session.requests_rev
+        if rev == self._seen_rev:
+            return
+        changed = self._session.changed_requests(self._seen_rev) if self._seen_rev >= 0 else None
+        self._seen_rev = rev
+        if changed is None:
+            self.rebuild(self._session.request_rows())
+            return
+        new = sorted((v for v in changed if v.rid not in self._at), key=lambda v: v.rid)
+        if len(self._rows) + len(new) > MAX_ROWS or (new and self._rows and new[0].rid < self._rows[-1].rid):
+            self.rebuild(self._session.request_rows())
+            return
+        last = len(COLUMNS) - 1
+        for view in changed:
+            at = self._at.get(view.rid)
+            if at is not None:
+                self._rows[at] = view
+                line = len(self._rows) - 1 - at
+                self.dataChanged.emit(self.index(line, 0), self.index(line, last))
+        if new:
+            self.beginInsertRows(QModelIndex(), 0, len(new) - 1)
+            for view in new:
+                self._at[view.rid] = len(self._rows)
+                self._rows.append(view)
+            self.endInsertRows()
+
+    def rebuild(self, rows: list[RequestView]) -> None:
+        """Show these rows, in any order."""
+        self.beginResetModel()
+        self._rows = sorted(rows, key=lambda v: v.rid)[-MAX_ROWS * 3 // 4 :]
+        self._at = {view.rid: i for i, view in enumerate(self._rows)}
+        self.endResetModel()
+
+    def view_at(self, line: int) -> RequestView:
+        """The request in a line."""
+        return self._rows[len(self._rows) - 1 - line]
+
+    def line_of(self, rid: int) -> int | None:
+        """The line of a request, or None."""
+        at = self._at.get(rid)
+        return None if at is None else len(self._rows) - 1 - at
+
+    def rowCount(self, parent: AnyIndex = QModelIndex()) -> int:  # noqa: B008
+        return 0 if parent.isValid() else len(self._rows)
+
+    def columnCount(self, parent: AnyIndex = QModelIndex()) -> int:  # noqa: B008
+        return 0 if parent.isValid() else len(COLUMNS)
+
+    def data(self, index: AnyIndex, role: int = Qt.ItemDataRole.DisplayRole) -> object:
+        if not index.isValid() or not 0 <= index.row() < len(self._rows):
+            return None
+        view, spec = self.view_at(index.row()), COLUMNS[index.column()]
+        if role == Qt.ItemDataRole.DisplayRole:
+            return spec.text(view)
+        if role == Qt.ItemDataRole.TextAlignmentRole:
+            side = Qt.AlignmentFlag.AlignRight if spec.right else Qt.AlignmentFlag.AlignLeft
+            return side | Qt.AlignmentFlag.AlignVCenter
+        if role == Qt.ItemDataRole.ToolTipRole and view.row.message:
+            return plain_tip(view.row.message)
+        if role == RID_ROLE:
+            return view.rid
+        return None
+
+    def headerData(
+        self, section: int, orientation: Qt.Orientation, role: int = Qt.ItemDataRole.DisplayRole
+    ) -> object:
+        if orientation != Qt.Orientation.Horizontal or not 0 <= section < len(COLUMNS):
+            return None
+        spec = COLUMNS[section]
+        if role == Qt.ItemDataRole.DisplayRole:
+            return tr_later(spec.title)
+        if role == Qt.ItemDataRole.ToolTipRole:
+            return plain_tip(tr_later(spec.tip))
+        if role == Qt.ItemDataRole.TextAlignmentRole:
+            side = Qt.AlignmentFlag.AlignRight if spec.right else Qt.AlignmentFlag.AlignLeft
+            return side | Qt.AlignmentFlag.AlignVCenter
+        return None

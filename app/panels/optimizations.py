@@ -1,0 +1,132 @@
+"""Every optimization that the engine's registry declares, each on its own switch; none is built in."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt, Signal, Slot
+from PySide6.QtWidgets import QFrame, QScrollArea, QStackedLayout, QWidget
+
+from app.console import Console
+from app.i18n import N_, tr, tr_later
+from app.model.knobs import KnobStatus
+from app.widgets.basic import button, column, label, row, rule
+from app.widgets.empty_state import EmptyState
+from app.widgets.knob_row import KnobRow
+from ipc.messages import KnobInfo
+
+GROUPS = {
+    "batching": N_("Batching"), "kv memory": N_("KV memory"), "kv": N_("KV memory"), "weights": N_("Weights"),
+    "kernels": N_("Kernels"), "speculation": N_("Speculation"), "text": N_("Text"),
+}  # fmt: skip
+
+
+def group_title(name: str) -> str:
+    """A group's name as a heading."""
+    return tr_later(GROUPS[name]) if name in GROUPS else name[:1].upper() + name[1:]
+
+
+class OptimizationsPanel(QWidget):
+    """Rows in the registry's order and groups; unavailable ones last in a group, greyed with the reason."""
+
+    summary_changed = Signal(str)
+    baseline_asked = Signal()
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self._infos: list[KnobInfo] = []
+        self._seen: tuple[int, bool] | None = None
+        self.rows: dict[str, KnobRow] = {}
+        self.area = QScrollArea()
+        self.area.setWidgetResizable(True)
+        self.area.setFrameShape(QFrame.Shape.NoFrame)
+        self.area.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.undo = button(
+            tr("Undo"), self._on_undo, tip=tr("Ask for the inverse of the last change (Ctrl+Z).")
+        )
+        self.defaults = button(
+            tr("Defaults"), self._on_defaults, tip=tr("Ask for the default of every optimization.")
+        )
+        self.save = button(
+            tr("Save baseline…"), self.baseline_asked.emit, "primary",
+            tr("Keep the whole configuration with what was measured under it (Ctrl+S)."),
+        )  # fmt: skip
+        foot = row(self.undo, self.defaults, None, self.save, margins=(12, 8, 12, 8), spacing=6)
+        page = QWidget()
+        page.setLayout(column(self.area, rule(), foot, spacing=0))
+        self.empty = EmptyState(
+            tr("No optimizations yet"),
+            tr("The engine names what it can switch as soon as it answers."),
+        )
+        self._stack = QStackedLayout()
+        self._stack.addWidget(self.empty)
+        self._stack.addWidget(page)
+        self.setLayout(self._stack)
+
+    def refresh(self) -> None:
+        """Take in what changed in the knob model, if anything did."""
+        knobs = self._console.knobs
+        ready = self._console.engine_ready
+        if self._seen == (knobs.version, ready):
+            return
+        self._seen = (knobs.version, ready)
+        views = knobs.views()
+        infos = [view.info for view in views]
+        if infos != self._infos:
+            self._rebuild(infos)
+        for view in views:
+            self.rows[view.info.id].show_view(view, ready)
+        pending = sum(view.status is KnobStatus.PENDING for view in views)
+        self.undo.setEnabled(ready and knobs.can_undo)
+        self.defaults.setEnabled(ready and bool(self._off_default()))
+        parts = [tr("revision {rev}").format(rev=knobs.rev)] if knobs.rev is not None else []
+        if pending:
+            parts.insert(0, tr("{n} pending").format(n=pending))
+        self.summary_changed.emit(" · ".join(parts))
+        self._stack.setCurrentIndex(1 if views else 0)
+
+    def _rebuild(self, infos: list[KnobInfo]) -> None:
+        self._infos = infos
+        self.rows = {info.id: KnobRow(info) for info in infos}
+        for made in self.rows.values():
+            made.asked.connect(self._on_asked)
+        groups: dict[str, list[KnobInfo]] = {}
+        for info in infos:
+            groups.setdefault(info.group, []).append(info)
+        parts: list[object] = []
+        for name, members in groups.items():
+            parts.append(label(group_title(name), "section"))
+            ordered = sorted(members, key=lambda info: not info.available)
+            parts += [self.rows[info.id] for info in ordered]
+            parts.append(6)
+        page = QWidget()
+        page.setProperty("role", "page")
+        page.setLayout(column(*parts, None, spacing=3, margins=(12, 8, 12, 8)))
+        self.area.setWidget(page)
+
+    def _off_default(self) -> dict[str, object]:
+        views = self._console.knobs.views()
+        return {
+            v.info.id: v.info.default
+            for v in views
+            if v.info.available and v.info.apply != "restart" and v.applied != v.info.default
+        }
+
+    @Slot(object, object)
+    def _on_asked(self, knob: str, value: object) -> None:
+        view = self._console.knobs.view(knob)
+        if view.applied != value or view.status is KnobStatus.PENDING:
+            self._console.knobs.set({knob: value})  # type: ignore[dict-item]
+        self._seen = None
+        self.refresh()
+
+    @Slot()
+    def _on_undo(self) -> None:
+        self._console.knobs.undo()
+        self.refresh()
+
+    @Slot()
+    def _on_defaults(self) -> None:
+        patch = self._off_default()
+        if patch:
+            self._console.knobs.set(patch)  # type: ignore[arg-type]
+        self.refresh()

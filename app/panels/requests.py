@@ -1,0 +1,131 @@
+"""The requests: what each waits for, what it reused, and how long everything took."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QItemSelection, QPoint, QSortFilterProxyModel, Qt, Signal, Slot
+from PySide6.QtWidgets import (
+    QAbstractItemView,
+    QHeaderView,
+    QLineEdit,
+    QMenu,
+    QStackedLayout,
+    QTableView,
+    QWidget,
+)
+
+from app.console import Console
+from app.i18n import tr
+from app.model.request_table import COLUMNS, RID_ROLE, RequestTable
+from app.units import count
+from app.widgets.basic import column
+from app.widgets.empty_state import EmptyState
+
+
+class RequestsPanel(QWidget):
+    """A table; picking a request shows its blocks in the KV map."""
+
+    summary_changed = Signal(str)
+    load_asked = Signal()
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self.model = RequestTable(console.session)
+        self.proxy = QSortFilterProxyModel()
+        self.proxy.setSourceModel(self.model)
+        self.proxy.setFilterKeyColumn(-1)
+        self.proxy.setFilterCaseSensitivity(Qt.CaseSensitivity.CaseInsensitive)
+        self.filter = QLineEdit()
+        self.filter.setPlaceholderText(tr("Filter: a tag, a state, a number"))
+        self.filter.setAccessibleName(tr("Filter requests"))
+        self.filter.setClearButtonEnabled(True)
+        self.filter.textChanged.connect(self.proxy.setFilterFixedString)
+        self.filter.hide()
+        self.table = QTableView()
+        self.table.setModel(self.proxy)
+        self._shape_table()
+        self.empty = EmptyState(
+            tr("No requests yet"),
+            tr("Start the demo load above, chat in the Playground, or send traffic from another client."),
+            tr("Start load"),
+            self.load_asked.emit,
+        )
+        page = QWidget()
+        page.setLayout(column(self.filter, self.table, spacing=0))
+        self._stack = QStackedLayout()
+        self._stack.addWidget(self.empty)
+        self._stack.addWidget(page)
+        self.setLayout(self._stack)
+        console.selected.connect(self._on_selected)
+
+    def _shape_table(self) -> None:
+        table = self.table
+        table.setAccessibleName(tr("Requests"))
+        table.setSelectionBehavior(QAbstractItemView.SelectionBehavior.SelectRows)
+        table.setSelectionMode(QAbstractItemView.SelectionMode.SingleSelection)
+        table.setEditTriggers(QAbstractItemView.EditTrigger.NoEditTriggers)
+        table.setShowGrid(False)
+        table.setWordWrap(False)
+        table.verticalHeader().hide()
+        table.verticalHeader().setDefaultSectionSize(24)
+        table.verticalHeader().setSectionResizeMode(QHeaderView.ResizeMode.Fixed)
+        header = table.horizontalHeader()
+        header.setHighlightSections(False)
+        header.setSectionResizeMode(QHeaderView.ResizeMode.Interactive)
+        for i, spec in enumerate(COLUMNS):
+            table.setColumnWidth(i, spec.width)
+        header.setSectionResizeMode(0, QHeaderView.ResizeMode.Stretch)
+        table.setContextMenuPolicy(Qt.ContextMenuPolicy.CustomContextMenu)
+        table.customContextMenuRequested.connect(self._menu)
+        table.selectionModel().selectionChanged.connect(self._on_row)
+
+    def refresh(self) -> None:
+        """Take in changed rows."""
+        self.model.refresh()
+        self._stack.setCurrentIndex(1 if self.model.rowCount() else 0)
+
+    def refresh_figures(self) -> None:
+        """Write the summary."""
+        total = self.model.rowCount()
+        live = 0
+        for line in range(min(total, 600)):
+            live += self.model.view_at(line).row.state != "finished"
+        text = tr("{live} live · {ended} ended").format(live=count(live), ended=count(total - live))
+        self.summary_changed.emit(text if total else "")
+
+    def toggle_filter(self) -> None:
+        """Show or hide the filter line."""
+        self.filter.setVisible(not self.filter.isVisible())
+        if self.filter.isVisible():
+            self.filter.setFocus()
+        else:
+            self.filter.clear()
+
+    @Slot(QItemSelection, QItemSelection)
+    def _on_row(self, selected: QItemSelection, _old: QItemSelection) -> None:
+        indexes = selected.indexes()
+        if indexes:
+            self._console.select(int(indexes[0].data(RID_ROLE)))
+
+    @Slot(object)
+    def _on_selected(self, rid: int | None) -> None:
+        line = None if rid is None else self.model.line_of(rid)
+        if line is None:
+            self.table.clearSelection()
+            return
+        index = self.proxy.mapFromSource(self.model.index(line, 0))
+        if index.isValid() and not self.table.selectionModel().isRowSelected(index.row(), index.parent()):
+            self.table.selectRow(index.row())
+
+    @Slot(QPoint)
+    def _menu(self, at: QPoint) -> None:
+        index = self.table.indexAt(at)
+        if not index.isValid():
+            return
+        rid = int(index.data(RID_ROLE))
+        menu = QMenu(self)
+        menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
+        menu.addAction(tr("Show its blocks")).triggered.connect(lambda: self._console.select(rid))
+        menu.addAction(tr("Cancel this request")).triggered.connect(lambda: self._console.cancel_request(rid))
+        menu.addAction(tr("Filter requests")).triggered.connect(self.toggle_filter)
+        menu.popup(self.table.viewport().mapToGlobal(at))

@@ -1,0 +1,81 @@
+"""What all charts share: the length of time shown, the pause, and the crosshair."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QObject, Signal
+
+from app.console import Console
+from app.model.session import Figure, Marker
+from app.settings import TIME_WINDOWS_S
+from app.units import count, span
+from app.widgets.live_plot import ChartMark, CrosshairLink
+
+
+class ChartView(QObject):
+    """One for each window. `changed` tells charts to draw at once."""
+
+    changed = Signal()
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console = console
+        self.link = CrosshairLink(self)
+        self.span_s = float(console.settings.time_window_s)
+        self._paused_at_s: float | None = None
+        self._labels: dict[int, str] = {}
+
+    @property
+    def paused(self) -> bool:
+        return self._paused_at_s is not None
+
+    @property
+    def now_s(self) -> float:
+        """The time at the right edge: now, or when the charts were paused."""
+        return self._paused_at_s if self._paused_at_s is not None else self.console.session.now_s
+
+    @property
+    def shown_span_s(self) -> float:
+        """The chosen length, or a shorter one while the session is too young to fill it."""
+        table = self.console.session.timeline
+        if table.first is None:
+            return float(TIME_WINDOWS_S[0])
+        age_s = self.now_s - table.first * table.bin_s
+        return next((float(s) for s in TIME_WINDOWS_S if age_s <= s and s <= self.span_s), self.span_s)
+
+    def set_span(self, span_s: int) -> None:
+        """Show the last ``span_s`` seconds, and remember that."""
+        self.span_s = float(span_s)
+        self.console.settings.time_window_s = span_s
+        self.changed.emit()
+
+    def set_paused(self, paused: bool) -> None:
+        """Let the charts stand still; data are still taken in."""
+        self._paused_at_s = self.console.session.now_s if paused else None
+        self.changed.emit()
+
+    def marks(self) -> list[ChartMark]:
+        """Changes of the configuration, relative to the right edge."""
+        now = self.now_s
+        return [
+            ChartMark(m.t_s - now, self._label(m), m.ok) for m in self.console.session.markers if m.t_s <= now
+        ]
+
+    def _label(self, marker: Marker) -> str:
+        if marker.apply_id not in self._labels:
+            self._labels[marker.apply_id] = self.console.patch_text(marker.patch)
+        return self._labels[marker.apply_id]
+
+    def gaps(self) -> list[tuple[float, float]]:
+        """Stretches without telemetry, relative to the right edge."""
+        now = self.now_s
+        return [(g.t0_s - now, g.t1_s - now) for g in self.console.session.gaps if g.t0_s <= now]
+
+
+def basis(figure: Figure) -> str:
+    """What a figure rests on: ``n=213 · 30 s``."""
+    parts = []
+    if figure.n is not None:
+        parts.append(f"n={count(figure.n)}")
+    if figure.window_s is not None:
+        parts.append(span(figure.window_s))
+    return " · ".join(parts)

@@ -1,0 +1,112 @@
+"""What the state of the link means in words: for the banner and for the status bar. No widgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.i18n import N_, tr, tr_engine, tr_later
+from app.model.session import SessionModel
+from app.net.types import LinkState
+from app.units import data, percent, seconds
+
+STAGES = {
+    "reading": N_("reading weights"), "dequantize": N_("reading weights"), "weights": N_("reading weights"),
+    "tokenizer": N_("reading the tokenizer"), "measure": N_("measuring this machine"),
+    "warming": N_("warming up"),
+}  # fmt: skip
+PILLS: dict[LinkState, tuple[str, str]] = {
+    LinkState.OFFLINE: ("off", N_("No engine")),
+    LinkState.STARTING: ("busy", N_("Starting")),
+    LinkState.CONNECTING: ("busy", N_("Connecting")),
+    LinkState.LOADING: ("busy", N_("Loading")),
+    LinkState.READY: ("ok", N_("Connected")),
+    LinkState.FAILED: ("alarm", N_("Failed")),
+    LinkState.STALLED: ("warning", N_("Stalled")),
+    LinkState.UNRESPONSIVE: ("warning", N_("Not responding")),
+    LinkState.DEAD: ("alarm", N_("Engine stopped")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What the banner says. ``share``: progress 0..1, None for none or without an end."""
+
+    level: str
+    title: str
+    text: str
+    share: float | None = None
+    busy: bool = False
+    can_restart: bool = False
+    log: bool = False
+
+
+def banner_message(session: SessionModel) -> Message | None:
+    """The message for the present state, or None while all is well."""
+    link = session.link
+    if link.state is LinkState.READY:
+        state = session.state
+        if state is not None and state.phase == "applying":
+            return Message("busy", tr("Applying a change"), tr_engine(state.stage), busy=True)
+        return None
+    if link.state in (LinkState.STARTING, LinkState.CONNECTING):
+        return Message("busy", tr("Starting the engine"), tr_engine(link.reason), busy=True)
+    if link.state is LinkState.LOADING:
+        return _loading(session)
+    if link.state is LinkState.OFFLINE:
+        text = tr_engine(link.reason) or tr(
+            "Open a model from the Engine menu, or attach to a running engine."
+        )
+        return Message("off", tr("No engine"), text, can_restart=link.can_restart)
+    titles = {
+        LinkState.DEAD: tr("The engine has stopped"),
+        LinkState.FAILED: tr("The engine could not start"),
+        LinkState.UNRESPONSIVE: tr("The engine does not respond"),
+        LinkState.STALLED: tr("The engine makes no progress"),
+    }
+    text = tr_engine(link.reason)
+    if link.state is LinkState.DEAD:
+        text = " ".join(part for part in (text, tr("What was measured is kept.")) if part)
+    return Message("alarm", titles[link.state], text, can_restart=link.can_restart, log=True)
+
+
+def _loading(session: SessionModel) -> Message:
+    state = session.state
+    if state is None or not state.total_bytes:
+        stage = tr_engine(state.stage) if state is not None else ""
+        return Message("busy", tr("Loading the model"), stage, busy=True)
+    share = state.done_bytes / state.total_bytes
+    done = tr("{share} ({done} of {total})").format(
+        share=percent(share), done=data(state.done_bytes), total=data(state.total_bytes)
+    )
+    stage = tr_later(STAGES.get(state.stage, state.stage))
+    return Message("busy", tr("Loading the model"), f"{stage} · {done}" if stage else done, share=share)
+
+
+def pill(session: SessionModel) -> tuple[str, str]:
+    """Level and word of the link's state."""
+    level, text = PILLS[session.link.state]
+    return level, tr_later(text)
+
+
+def engine_line(session: SessionModel) -> str:
+    """Device, model and data type, as far as they are known."""
+    parts = []
+    if session.link.pid is not None:
+        where = tr("local engine") if session.link.managed else tr("attached engine")
+        parts.append(f"{where} · {tr('process {pid}').format(pid=session.link.pid)}")
+    if session.device is not None:
+        parts.append(session.device.name)
+    if session.model is not None:
+        parts.append(f"{session.model.name} · {session.model.dtype}")
+    return "   ".join(parts)
+
+
+def age_text(session: SessionModel) -> str:
+    """How old the newest data are."""
+    age = session.link.data_age_s
+    if age is None or session.link.state in (LinkState.OFFLINE, LinkState.STARTING, LinkState.CONNECTING):
+        return ""
+    text = "0.1" if age < 0.15 else f"{age:.1f}"
+    if age >= 10:
+        return tr("data {age} old").format(age=seconds(age))
+    return tr("data {age} s old").format(age=text)

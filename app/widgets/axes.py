@@ -1,0 +1,97 @@
+"""Axes of the live charts: time as seconds ago, and values in the unit of the chart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pyqtgraph as pg
+from PySide6.QtCore import QRectF
+
+from app import theme
+from app.i18n import tr
+from app.units import MINUS, NBSP, axis_step
+
+TickStrings = list[str]
+Format = Callable[[float], str]
+TIME_STEPS_S = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800)
+LEFT_WIDTH_PX = 52
+EDGE_PX = 30
+
+
+class TimeAxis(pg.AxisItem):  # type: ignore[misc]
+    """The lower axis: 0 is now, to the left is the past."""
+
+    def __init__(self) -> None:
+        super().__init__("bottom")
+        self.span_s = 300.0
+        self.setStyle(tickLength=0, tickTextOffset=4, hideOverlappingLabels=False)
+        self.setHeight(20)
+
+    def boundingRect(self) -> QRectF:
+        # Labels outside it are not drawn; those at both ends reach beyond the axis.
+        return QRectF(self.mapRectFromParent(self.geometry())).adjusted(-EDGE_PX, 0, EDGE_PX, 0)
+
+    def tickValues(self, minimum: float, maximum: float, size: float) -> list[tuple[float, list[float]]]:
+        step = next(
+            (s for s in TIME_STEPS_S if self.span_s / s <= max(2, min(6, size / 80))), TIME_STEPS_S[-1]
+        )
+        count = int(self.span_s // step)
+        return [(float(step), [-float(step * i) for i in range(count + 1)])]
+
+    def tickStrings(self, values: list[float], scale: float, spacing: float) -> TickStrings:
+        return [relative_time(value) for value in values]
+
+
+def relative_time(seconds: float) -> str:
+    """``now``, ``−30 s``, ``−2 min`` or ``−1:30``."""
+    ago = round(-seconds)
+    if ago <= 0:
+        return tr("now")
+    if ago < 60:
+        return f"{MINUS}{ago}{NBSP}s"
+    minutes, rest = divmod(ago, 60)
+    return f"{MINUS}{minutes}{NBSP}min" if rest == 0 else f"{MINUS}{minutes}:{rest:02}"
+
+
+class ValueAxis(pg.AxisItem):  # type: ignore[misc]
+    """The left axis. ``format_value`` writes one tick; on a log axis data are decimal logarithms."""
+
+    def __init__(self, format_value: Format) -> None:
+        super().__init__("left")
+        self._format = format_value
+        self.log = False
+        self.setStyle(
+            tickLength=0,
+            tickTextOffset=6,
+            autoReduceTextSpace=False,
+            autoExpandTextSpace=False,
+            hideOverlappingLabels=False,
+        )
+        self.setWidth(LEFT_WIDTH_PX)
+
+    def boundingRect(self) -> QRectF:
+        # With a grid the axis also paints over its view; the labels at both ends need some more.
+        return QRectF(super().boundingRect()).adjusted(0, -EDGE_PX, 0, EDGE_PX)
+
+    def tickValues(self, minimum: float, maximum: float, size: float) -> list[tuple[float, list[float]]]:
+        if self.log:
+            low, high = math.ceil(minimum - 1e-9), math.floor(maximum + 1e-9)
+            return [(1.0, [float(k) for k in range(low, high + 1)])]
+        step = axis_step(maximum - minimum, max(1, min(4, int(size / 34))))
+        first = math.ceil(minimum / step - 1e-9)
+        last = math.floor(maximum / step + 1e-9)
+        if last <= first:  # too low for a round step: name both ends
+            return [(maximum - minimum, [minimum, maximum])]
+        return [(step, [k * step for k in range(first, last + 1)])]
+
+    def tickStrings(self, values: list[float], scale: float, spacing: float) -> TickStrings:
+        return [self._format(10.0**value if self.log else value) for value in values]
+
+
+def style_axis(axis: pg.AxisItem) -> None:
+    """Give an axis the colours and the font of the theme."""
+    t = theme.tokens()
+    axis.setPen(pg.mkPen(t.line))
+    axis.setTextPen(pg.mkPen(t.dim))
+    axis.setTickFont(theme.ui_font(0.85))

@@ -1,0 +1,147 @@
+"""Small parts that every panel is made of: labels with a role, rules, buttons, rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from PySide6.QtCore import QMargins, Qt
+from PySide6.QtWidgets import (
+    QFrame,
+    QHBoxLayout,
+    QLabel,
+    QLayout,
+    QPushButton,
+    QSizePolicy,
+    QVBoxLayout,
+    QWidget,
+)
+
+
+def label(text: str = "", role: str = "", tip: str = "", *, wrap: bool = False) -> QLabel:
+    """A label of plain text; ``role`` is one that the style sheet knows (dim, small, title, alarm…)."""
+    made = QLabel(text)
+    made.setTextFormat(Qt.TextFormat.PlainText)
+    made.setWordWrap(wrap)
+    if role:
+        made.setProperty("role", role)
+    if tip:
+        set_tip(made, tip)
+    return made
+
+
+def set_tip(widget: QWidget, tip: str) -> None:
+    """Give a widget a tooltip of plain text and the same words for a screen reader."""
+    widget.setToolTip(plain_tip(tip))
+    widget.setAccessibleDescription(tip)
+
+
+def plain_tip(tip: str) -> str:
+    """A tooltip that Qt wraps and never reads as markup, whatever an engine put into it."""
+    escaped = tip.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("\n", "<br>")
+    return f"<qt>{escaped}</qt>" if tip else ""
+
+
+def set_role(widget: QWidget, role: str) -> None:
+    """Change a widget's role and have the style sheet look at it again."""
+    set_state(widget, "role", role)
+
+
+def set_state(widget: QWidget, name: str, value: object) -> None:
+    """Change a property that the style sheet selects by, if it differs."""
+    if widget.property(name) != value:
+        widget.setProperty(name, value)
+        widget.style().unpolish(widget)
+        widget.style().polish(widget)
+
+
+def button(
+    text: str, clicked: Callable[[], object] | None = None, role: str = "", tip: str = ""
+) -> QPushButton:
+    """A push button. ``clicked`` takes no argument."""
+    made = QPushButton(text)
+    made.setSizePolicy(QSizePolicy.Policy.Fixed, QSizePolicy.Policy.Fixed)
+    made.setAccessibleName(text)
+    if role:
+        made.setProperty("role", role)
+    if tip:
+        set_tip(made, tip)
+    if clicked is not None:
+        made.clicked.connect(lambda _checked=False: clicked())
+    return made
+
+
+def rule(*, vertical: bool = False) -> QFrame:
+    """A line of one pixel."""
+    made = QFrame()
+    made.setProperty("role", "rule")
+    if vertical:
+        made.setFixedWidth(1)
+    else:
+        made.setFixedHeight(1)
+    return made
+
+
+def _filled(layout: QHBoxLayout | QVBoxLayout, parts: tuple[object, ...]) -> None:
+    for part in parts:
+        if isinstance(part, QWidget):
+            layout.addWidget(part)
+        elif isinstance(part, QLayout):
+            layout.addLayout(part)
+        elif isinstance(part, int):
+            layout.addSpacing(part)
+        elif part is None:
+            layout.addStretch(1)
+        else:
+            raise TypeError(f"cannot put a {type(part).__name__} into a layout")
+
+
+def row(*parts: object, spacing: int = 8, margins: tuple[int, int, int, int] = (0, 0, 0, 0)) -> QHBoxLayout:
+    """Widgets and layouts side by side; an int is a space, None is a stretch."""
+    made = QHBoxLayout()
+    made.setSpacing(spacing)
+    made.setContentsMargins(QMargins(*margins))
+    _filled(made, parts)
+    return made
+
+
+def column(
+    *parts: object, spacing: int = 8, margins: tuple[int, int, int, int] = (0, 0, 0, 0)
+) -> QVBoxLayout:
+    """Widgets and layouts one below the other; an int is a space, None is a stretch."""
+    made = QVBoxLayout()
+    made.setSpacing(spacing)
+    made.setContentsMargins(QMargins(*margins))
+    _filled(made, parts)
+    return made
+
+
+class ElidedLabel(QLabel):
+    """A label that ends in an ellipsis where it has no room, with the whole text as its tooltip."""
+
+    def __init__(self, text: str = "", role: str = "") -> None:
+        super().__init__()
+        self._full = ""
+        self.setTextFormat(Qt.TextFormat.PlainText)
+        self.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
+        if role:
+            self.setProperty("role", role)
+        self.set_full_text(text)
+
+    @property
+    def full_text(self) -> str:
+        return self._full
+
+    def set_full_text(self, text: str) -> None:
+        """Show ``text``, shortened to the width there is."""
+        if text != self._full:
+            self._full = text
+            self._elide()
+
+    def _elide(self) -> None:
+        shown = self.fontMetrics().elidedText(self._full, Qt.TextElideMode.ElideRight, max(0, self.width()))
+        self.setText(shown)
+        self.setToolTip(plain_tip(self._full) if shown != self._full else "")
+        self.setAccessibleName(self._full)
+
+    def resizeEvent(self, event: object) -> None:
+        self._elide()

@@ -1,0 +1,221 @@
+"""One knob: an editor that fits its type, its name, and how its last change ended."""
+
+from __future__ import annotations
+
+import math
+
+from PySide6.QtCore import QSignalBlocker, Qt, QTimer, Signal, Slot
+from PySide6.QtGui import QStandardItem, QStandardItemModel, QWheelEvent
+from PySide6.QtWidgets import QComboBox, QDoubleSpinBox, QSpinBox, QWidget
+
+from app.i18n import N_, knob_help, knob_title, tr, tr_engine, tr_later
+from app.knob_text import value_text
+from app.model.knobs import KnobStatus, KnobView
+from app.units import seconds
+from app.widgets.basic import ElidedLabel, label, plain_tip, row, set_role, set_state
+from app.widgets.toggle import ToggleSwitch
+from ipc.messages import KnobInfo, KnobValue
+
+COMMIT_MS = 450  # arrow clicks in quick succession make one change
+APPLY_TEXT = {
+    "step": N_("next step"), "rebuild_kv": N_("rebuilds KV"),
+    "reload": N_("reloads weights"), "restart": N_("restarts engine"),
+}  # fmt: skip
+APPLY_TIP = {
+    "step": N_("Applied between two steps; running requests go on."),
+    "rebuild_kv": N_("Preempts all requests and allocates the KV pool anew; they resume by recompute."),
+    "reload": N_("Converts the weights; requests resume by recompute."),
+    "restart": N_("Needs a new engine process."),
+}
+EDITOR_WIDTH = 104
+INT_MAX = 2**31 - 1
+
+
+class _Wheelless:
+    """Mix-in: the wheel scrolls the panel and never changes a value by accident."""
+
+    def wheelEvent(self, event: QWheelEvent) -> None:
+        event.ignore()
+
+
+class _Int(_Wheelless, QSpinBox):
+    pass
+
+
+class _Float(_Wheelless, QDoubleSpinBox):
+    def textFromValue(self, value: float) -> str:
+        return f"{value:g}"
+
+
+class _Choice(_Wheelless, QComboBox):
+    pass
+
+
+class KnobRow(QWidget):
+    """Shows a `KnobView` and emits `asked` with the knob's id and the value that a person chose."""
+
+    asked = Signal(object, object)
+
+    def __init__(self, info: KnobInfo) -> None:
+        super().__init__()
+        self.info = info
+        self.title = label(knob_title(info.id, info.title))
+        self.status = ElidedLabel("", "small")
+        self.status.setAlignment(Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter)
+        self.editor = self._make_editor()
+        self.editor.setAccessibleName(self.title.text())
+        self._timer = QTimer(self)
+        self._timer.setSingleShot(True)
+        self._timer.setInterval(COMMIT_MS)
+        self._timer.timeout.connect(self._commit)
+        # What cannot be changed here needs no editor: its name and the reason say all.
+        self.editor.setVisible(info.available)
+        line = row(self.title, self.status, self.editor, spacing=8)
+        line.setStretchFactor(self.status, 1)
+        line.setContentsMargins(0, 1, 0, 1)
+        self.setLayout(line)
+        tip = self._tip()
+        for part in (self, self.title, self.editor):
+            part.setToolTip(plain_tip(tip))
+        self.setAccessibleDescription(tip)
+        self.editor.setAccessibleDescription(tip)
+
+    # --- editors ------------------------------------------------------------------------------------
+
+    def _make_editor(self) -> ToggleSwitch | QSpinBox | QDoubleSpinBox | QComboBox:
+        info = self.info
+        if info.type == "bool":
+            switch = ToggleSwitch(info.title)
+            switch.clicked.connect(self._on_switch)
+            return switch
+        if info.type == "choice":
+            return self._make_choice()
+        made: QSpinBox | QDoubleSpinBox = _Int() if info.type == "int" else _Float()
+        low = info.minimum if info.minimum is not None else 0.0
+        high = info.maximum if info.maximum is not None else float(INT_MAX)
+        if isinstance(made, QSpinBox):
+            made.setRange(max(-INT_MAX, int(low)), min(INT_MAX, int(high)))
+            made.setGroupSeparatorShown(True)
+            made.setStepType(QSpinBox.StepType.AdaptiveDecimalStepType)
+            made.valueChanged.connect(self._on_edit)
+        else:
+            made.setRange(low, high)
+            made.setDecimals(3)
+            made.setStepType(QDoubleSpinBox.StepType.AdaptiveDecimalStepType)
+            made.valueChanged.connect(self._on_edit)
+        if info.unit and len(info.unit) <= 3:
+            made.setSuffix(f" {info.unit}")
+        made.setKeyboardTracking(False)
+        made.setFixedWidth(EDITOR_WIDTH)
+        made.setAlignment(Qt.AlignmentFlag.AlignRight)
+        return made
+
+    def _make_choice(self) -> QComboBox:
+        made = _Choice()
+        for choice in self.info.choices:
+            made.addItem(tr_engine(choice), choice)
+            reason = self.info.choice_reasons.get(choice)
+            model = made.model()
+            if reason and isinstance(model, QStandardItemModel):
+                item: QStandardItem = model.item(made.count() - 1)
+                item.setEnabled(False)
+                item.setToolTip(plain_tip(tr_engine(reason)))
+                item.setText(f"{tr_engine(choice)} ({tr_engine(reason)})")
+        made.setFixedWidth(EDITOR_WIDTH)
+        made.view().setMinimumWidth(max(EDITOR_WIDTH, made.view().sizeHintForColumn(0) + 24))
+        made.activated.connect(self._on_choice)
+        return made
+
+    @Slot()
+    def _on_switch(self) -> None:
+        self._ask(self.editor.isChecked() if isinstance(self.editor, ToggleSwitch) else None)
+
+    @Slot()
+    def _on_choice(self) -> None:
+        if isinstance(self.editor, QComboBox):
+            self._ask(self.editor.currentData())
+
+    @Slot()
+    def _on_edit(self) -> None:
+        self._timer.start()
+
+    @Slot()
+    def _commit(self) -> None:
+        if isinstance(self.editor, QSpinBox | QDoubleSpinBox):
+            self._ask(self.editor.value())
+
+    def _ask(self, value: KnobValue) -> None:
+        self.asked.emit(self.info.id, value)
+
+    # --- state --------------------------------------------------------------------------------------
+
+    def show_view(self, view: KnobView, enabled: bool) -> None:
+        """Show what is applied, what is asked for and how it stands. ``enabled``: the engine can be asked."""
+        pending = view.status is KnobStatus.PENDING
+        usable = enabled and self.info.available and self.info.apply != "restart"
+        self._show_value(view.desired)
+        self.editor.setEnabled(usable and not pending)
+        self.title.setEnabled(self.info.available)
+        if isinstance(self.editor, ToggleSwitch):
+            self.editor.set_pending(pending)
+        else:
+            set_state(self.editor, "state", "pending" if pending else "")
+        text, role = self._status(view)
+        self.status.set_full_text(text)
+        set_role(self.status, role)
+        if text and view.reason:
+            self.status.setToolTip(plain_tip(tr_engine(view.reason)))
+
+    def _show_value(self, value: KnobValue) -> None:
+        if self._timer.isActive() or (self.editor.hasFocus() and self._is_typing()):
+            return
+        with QSignalBlocker(self.editor):
+            if isinstance(self.editor, ToggleSwitch):
+                self.editor.setChecked(bool(value))
+            elif isinstance(self.editor, QComboBox):
+                self.editor.setCurrentIndex(self.editor.findData(value))
+            elif isinstance(value, int | float) and math.isfinite(value):
+                if isinstance(self.editor, QSpinBox):
+                    self.editor.setValue(int(value))
+                else:
+                    self.editor.setValue(float(value))
+
+    def _is_typing(self) -> bool:
+        if isinstance(self.editor, QSpinBox | QDoubleSpinBox):
+            return bool(self.editor.lineEdit().isModified())
+        return False
+
+    def _status(self, view: KnobView) -> tuple[str, str]:
+        if not self.info.available:
+            return tr_engine(self.info.reason), "small"
+        if view.status is KnobStatus.PENDING:
+            return tr("applying…"), "warning"
+        if view.status is KnobStatus.REFUSED:
+            return tr("refused: {why}").format(why=tr_engine(view.reason)), "alarm"
+        if view.took_s is not None:
+            text = tr("applied in {time}").format(time=seconds(view.took_s))
+            if view.preempted:
+                text += " · " + tr("{n} preempted").format(n=view.preempted)
+            return text, "small"
+        return (
+            (tr_later(APPLY_TEXT[self.info.apply]), "small") if self.info.apply != "step" else ("", "small")
+        )
+
+    def _tip(self) -> str:
+        info = self.info
+        lines = [knob_help(info.id, info.help)]
+        if info.unit:
+            lines.append(tr("Unit: {unit}").format(unit=info.unit))
+        if info.minimum is not None and info.maximum is not None:
+            lines.append(
+                tr("Range: {low} to {high}").format(low=f"{info.minimum:g}", high=f"{info.maximum:g}")
+            )
+        lines.append(tr("Default: {value}").format(value=value_text(info.default)))
+        lines.append(tr_later(APPLY_TIP[info.apply]))
+        if info.lossy:
+            lines.append(tr("May change outputs."))
+        for other, value in info.requires.items():
+            lines.append(tr("Needs {knob} = {value}").format(knob=other, value=value))
+        if not info.available:
+            lines.append(tr("Not available: {why}").format(why=tr_engine(info.reason)))
+        return "\n".join(line for line in lines if line)

@@ -1,0 +1,181 @@
+"""The load bar: what to send, start and stop, and how it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from PySide6.QtCore import QSignalBlocker, Qt, Signal, Slot
+from PySide6.QtWidgets import QComboBox, QDoubleSpinBox, QFrame, QSpinBox
+
+from app.i18n import N_, tr, tr_later
+from app.lab.load_run import LoadProgress
+from app.lab.workload import PromptKind, WorkloadSpec
+from app.units import clock, rate, span
+from app.widgets.basic import ElidedLabel, button, label, row, set_role, set_tip
+
+MIXES: dict[str, tuple[str, dict[PromptKind, float]]] = {
+    "chat": (N_("Chat"), {"chat": 1.0}),
+    "shared": (N_("Shared prefix"), {"shared_prefix": 1.0}),
+    "long": (N_("Long context"), {"long_context": 1.0}),
+    "code": (N_("Code"), {"code": 1.0}),
+    "mixed": (N_("Mixed"), {"chat": 2.0, "shared_prefix": 2.0, "long_context": 0.5, "code": 1.0}),
+}
+ARRIVALS = {
+    "poisson": N_("Poisson"),
+    "constant": N_("Constant"),
+    "concurrency": N_("Concurrency"),
+}
+DURATIONS_S = (30, 60, 120, 300, 600, 3600)
+
+
+class LoadBar(QFrame):
+    """Emits `started` with a `WorkloadSpec` and `stopped`; told how it goes by `show_progress`."""
+
+    started = Signal(object)
+    stopped = Signal()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setProperty("role", "card")
+        self._running = False
+        self.mix = _combo({key: tr_later(name) for key, (name, _) in MIXES.items()}, tr("Prompt mix"))
+        set_tip(self.mix, tr("Which prompts are sent: seeded texts that come with Decodeck."))
+        self.arrival = _combo({key: tr_later(name) for key, name in ARRIVALS.items()}, tr("Arrival"))
+        set_tip(
+            self.arrival,
+            tr(
+                "Poisson and constant send on a schedule whatever the engine does (open loop). "
+                "Concurrency keeps a number of requests in flight (closed loop)."
+            ),
+        )
+        self.rate = QDoubleSpinBox()
+        self.rate.setRange(0.05, 1000.0)
+        self.rate.setDecimals(2)
+        self.rate.setSuffix(" req/s")
+        self.rate.setValue(2.0)
+        self.rate.setFixedWidth(112)
+        self.rate.setAccessibleName(tr("Rate"))
+        set_tip(self.rate, tr("Requests per second that are meant to be sent."))
+        self.concurrency = QSpinBox()
+        self.concurrency.setRange(1, 1024)
+        self.concurrency.setValue(8)
+        self.concurrency.setFixedWidth(112)
+        self.concurrency.setSuffix(tr(" in flight"))
+        self.concurrency.setAccessibleName(tr("Concurrency"))
+        set_tip(self.concurrency, tr("Requests kept in flight, or the most this client holds in open loop."))
+        self.duration = _combo({str(s): span(s) for s in DURATIONS_S}, tr("Duration"))
+        self.duration.setCurrentIndex(1)
+        self.button = button(tr("Start load"), self.toggle, "filled")
+        self.progress = ElidedLabel("", "dim")
+        line = row(
+            label(tr("Demo load"), "title"), 2, self.mix, self.arrival, self.rate, self.concurrency,
+            self.duration, 2, self.button, 6, self.progress, margins=(12, 5, 12, 5), spacing=6,
+        )  # fmt: skip
+        line.setStretchFactor(self.progress, 1)
+        self.setLayout(line)
+        self.arrival.currentIndexChanged.connect(self._show_fields)
+        self._show_fields()
+
+    @Slot()
+    def _show_fields(self) -> None:
+        closed = self.arrival.currentData() == "concurrency"
+        self.rate.setVisible(not closed)
+        self.concurrency.setVisible(closed)
+
+    def spec(self) -> WorkloadSpec:
+        """The load as it is set now."""
+        mix = str(self.mix.currentData())
+        return WorkloadSpec(
+            name=mix,
+            arrival=self.arrival.currentData(),
+            rate_rps=self.rate.value(),
+            concurrency=self.concurrency.value(),
+            duration_s=float(self.duration.currentData()),
+            mix=dict(MIXES[mix][1]),
+            input_tok=(32, 256) if mix != "long" else (512, 1536),
+            output_tok=(16, 96),
+        )
+
+    def values(self) -> dict[str, object]:
+        """What to remember for the next start."""
+        return {
+            "mix": self.mix.currentData(),
+            "arrival": self.arrival.currentData(),
+            "rate": self.rate.value(),
+            "concurrency": self.concurrency.value(),
+            "duration": self.duration.currentData(),
+        }
+
+    def set_values(self, values: Mapping[str, object]) -> None:
+        """Take remembered values; what does not fit is left as it is."""
+        for combo, key in ((self.mix, "mix"), (self.arrival, "arrival"), (self.duration, "duration")):
+            index = combo.findData(values.get(key))
+            if index >= 0:
+                combo.setCurrentIndex(index)
+        rate_value, concurrency = values.get("rate"), values.get("concurrency")
+        with QSignalBlocker(self.rate), QSignalBlocker(self.concurrency):
+            if isinstance(rate_value, int | float):
+                self.rate.setValue(float(rate_value))
+            if isinstance(concurrency, int):
+                self.concurrency.setValue(concurrency)
+
+    @Slot()
+    def toggle(self) -> None:
+        """Start a load, or stop the one that runs."""
+        if self._running:
+            self.stopped.emit()
+        else:
+            self.started.emit(self.spec())
+
+    def show_progress(self, progress: LoadProgress, running: bool, ready: bool) -> None:
+        """Show where the load stands. ``ready``: the engine can take requests."""
+        if running != self._running:
+            self._running = running
+            self.button.setText(tr("Stop load") if running else tr("Start load"))
+            set_role(self.button, "primary" if running else "filled")
+            for field in (self.mix, self.arrival, self.rate, self.concurrency, self.duration):
+                field.setEnabled(not running)
+        self.button.setEnabled(running or ready)
+        tip = "" if ready or running else tr("The engine is not ready yet.")
+        self.button.setToolTip(tip)
+        self.progress.set_full_text(describe(progress, ready))
+        set_role(self.progress, "dim" if progress.valid and progress.phase != "failed" else "warning")
+
+
+def describe(progress: LoadProgress, ready: bool) -> str:
+    """One line about a load."""
+    if progress.phase == "idle":
+        if ready:
+            return tr("Sends seeded prompts to the engine from a process of its own.")
+        return tr("Waiting for the engine.")
+    if progress.phase == "failed":
+        return tr("Failed: {why}").format(why=progress.message)
+    parts = [f"{_phase(progress.phase)} {clock(progress.elapsed_s)}"]
+    parts.append(tr("{n} sent").format(n=progress.sent))
+    parts.append(tr("{n} done").format(n=progress.done))
+    if progress.in_flight:
+        parts.append(tr("{n} in flight").format(n=progress.in_flight))
+    if progress.failed:
+        parts.append(tr("{n} failed").format(n=progress.failed))
+    if progress.achieved_rps is not None:
+        parts.append(str(rate(progress.achieved_rps, "req/s")))
+    if not progress.valid:
+        parts.append(tr("not valid: {why}").format(why="; ".join(progress.invalid_reasons)))
+    return " · ".join(parts)
+
+
+def _phase(phase: str) -> str:
+    names = {
+        "starting": N_("starting"), "running": N_("running"), "draining": N_("draining"), "done": N_("done"),
+    }  # fmt: skip
+    return tr_later(names.get(phase, phase))
+
+
+def _combo(choices: Mapping[str, str], name: str) -> QComboBox:
+    made = QComboBox()
+    made.setAccessibleName(name)
+    made.setSizeAdjustPolicy(QComboBox.SizeAdjustPolicy.AdjustToContents)
+    for key, text in choices.items():
+        made.addItem(text, key)
+    made.setFocusPolicy(Qt.FocusPolicy.StrongFocus)
+    return made
