@@ -21,15 +21,15 @@ demo model (93 MB). Later starts install nothing.
   --setup        set up and end, for machines that are prepared in advance
   -h, --help     this text
 
-Everything else goes to the console as it is; `bash packaging/launch.sh -- --help` lists its options, among them
-the commands without a window (snapshot list, show, compare, export, import).
+Everything else goes on as it is: `-- --console-help` lists the window's other options, `-- --help` the commands
+without a window (snapshot list, show, compare, export, import).
 
 Environment: DECODECK_PYTHON (interpreter for .venv, 3.11 to 3.13), DECODECK_DATA (folder for models and saved
 baselines), and everything pip reads (mirror, proxy, certificates).
 TEXT
 }
 
-model="" needs_model=1 smoke=0
+mode=window model="" wants_model=1
 declare -a rest=()
 while [[ $# -gt 0 ]]; do
     case "$1" in
@@ -37,50 +37,56 @@ while [[ $# -gt 0 ]]; do
             usage
             exit 0
             ;;
-        --setup) needs_model=setup ;;
-        --smoke) smoke=1 ;;
+        --setup) mode=setup ;;
+        --smoke) mode=smoke ;;
         --model)
             [[ $# -ge 2 ]] || fail "--model needs a path"
             model="$2"
             shift
             ;;
         --model=*) model="${1#*=}" ;;
-        --attach | --attach=*)
-            needs_model=0
+        --data-dir)
+            [[ $# -ge 2 ]] || fail "--data-dir needs a folder"
+            export DECODECK_DATA="$2"
+            shift
+            ;;
+        --data-dir=*) export DECODECK_DATA="${1#*=}" ;;
+        --attach | --attach=* | --no-engine)
+            wants_model=0
             rest+=("$1")
             ;;
         --)
             shift
-            needs_model=0
+            mode=command
             rest+=("$@")
             break
             ;;
         -*) rest+=("$1") ;;
         *)
-            # The first word that is no option and follows none is a headless command; those need no model.
-            [[ ${#rest[@]} -gt 0 ]] || needs_model=0
+            # A word before any option is a command without a window; later ones belong to options.
+            [[ ${#rest[@]} -gt 0 ]] || mode=command
             rest+=("$1")
             ;;
     esac
     shift
 done
 [[ -z "$model" || -e "$model" ]] || fail "--model $model: there is no such file or folder"
-
-setup "$ROOT/packaging/requirements.txt"
-
-if [[ -z "$model" && "$needs_model" != 0 ]]; then
-    model="$("$PYTHON" -m app.demo_model)" || exit 1
-fi
-if [[ "$needs_model" == setup ]]; then
-    say "set up: $VENV, demo model $model"
-    exit 0
-fi
-[[ -z "$model" ]] || rest+=(--model "$model")
-if [[ "$smoke" == 1 ]]; then
-    exec "$PYTHON" -m app --smoke "${rest[@]}"
-fi
-if [[ "$needs_model" == 1 && "$(uname -s)" == Linux && -z "${DISPLAY:-}${WAYLAND_DISPLAY:-}${QT_QPA_PLATFORM:-}" ]]; then
+if [[ "$mode" == window && "$(uname -s)" == Linux && -z "${DISPLAY:-}${WAYLAND_DISPLAY:-}${QT_QPA_PLATFORM:-}" ]]; then
     fail "there is no display here (DISPLAY and WAYLAND_DISPLAY are empty). Use --smoke for a run without one, or
     start the engine here and the console on your own machine (README, \"A remote workstation\")"
 fi
+
+setup "$ROOT/packaging/requirements.txt"
+
+if [[ "$mode" != command && "$wants_model" == 1 && -z "$model" ]]; then
+    model="$("$PYTHON" -m app.demo_model)" || exit 1
+fi
+case "$mode" in
+    setup)
+        say "set up: $VENV${model:+, model $model}"
+        exit 0
+        ;;
+    smoke) rest=(--smoke "${rest[@]}") ;;
+esac
+[[ -z "$model" ]] || rest+=(--model "$model")
 exec "$PYTHON" -m app "${rest[@]}"

@@ -124,7 +124,7 @@ install_packages() { # REQUIREMENT_FILE...
     "$PYTHON" -m pip install --disable-pip-version-check --no-input "${args[@]}" >&2 || rc=$?
     if [[ "$rc" == 0 ]]; then
         # Editable: gives the commands decodeck and decodeck-engine, and imports straight from this folder.
-        "$PYTHON" -m pip install --disable-pip-version-check --no-input -q --no-deps --no-build-isolation \
+        "$PYTHON" -m pip install --disable-pip-version-check --no-input -qq --no-deps --no-build-isolation \
             --editable "$ROOT" >&2 || rc=$?
     fi
     # When pip was killed, a package may be half there; when it gave up by itself, nothing is.

@@ -78,6 +78,30 @@ def test_no_fitting_python_is_told_with_what_to_do(tree: Path, tmp_path: Path) -
     assert "Python 3.9.2" in done.stderr
 
 
+def test_no_display_is_told_before_anything_is_installed(tree: Path) -> None:
+    done = _bash("packaging/launch.sh", cwd=tree, DISPLAY="", WAYLAND_DISPLAY="", QT_QPA_PLATFORM="")
+    assert done.returncode == 1
+    assert "no display" in done.stderr
+    assert "--smoke" in done.stderr
+    assert not (tree / ".venv").exists()
+
+
+def test_without_root_or_sudo_the_exact_line_is_printed(tree: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, text in (("id", "echo 1000"), ("apt-get", "touch called; exit 1")):
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    for name in ("bash", "dirname"):
+        (tools / name).symlink_to(shutil.which(name) or "")
+    script = "source packaging/setup.sh; apt_install 'Qt lacks 2 system libraries' libxcb-cursor0 libegl1"
+    done = _bash("-c", script, cwd=tree, PATH=str(tools))
+    assert done.returncode == 1
+    line = "sudo apt-get update && sudo apt-get install -y --no-install-recommends libxcb-cursor0 libegl1"
+    assert line in done.stderr
+    assert not (tree / "called").exists()
+
+
 def _function(tree: Path, script: str) -> subprocess.CompletedProcess[str]:
     return _bash("-c", f"set -euo pipefail; source packaging/setup.sh; {script}", cwd=tree)
 
