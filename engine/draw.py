@@ -1,0 +1,200 @@
+"""Drawing one token a row from a distribution, and finding its largest.
+
+Everything here is a pure function of scores, settings, seeds and positions, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ipc.messages import Sampling
+
+SEGMENTS = 512  # a long row is reduced in two stages, over about this many segments first
+MAX_ROUNDS = 32  # of drawing for top-p; then the row's most likely token is taken
+
+U64s = NDArray[np.uint64]
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
+_ROUND = np.uint64(0xD1B54A32D192ED03)  # odd, so that rounds start apart
+
+
+def uniform(seeds: U64s, positions: U64s, draw: int = 0) -> NDArray[np.float64]:
+    """One number in [0, 1) for each pair of seed and position: 53 bits of a mix of both.
+
+    The mix is the output function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) applied to the seed, and
+    again with the position added as the number of steps. ``draw`` numbers further numbers of the same pair.
+    """
+    with np.errstate(over="ignore"):
+        state = _mix(seeds + _GAMMA + np.uint64(draw) * _ROUND)
+        bits = _mix(state + (positions + np.uint64(1)) * _GAMMA) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
+
+
+def _mix(z: U64s) -> U64s:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def max_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest value and its first index of each row of x [rows, n]. NaN counts as largest.
+
+    Two stages: the first reads everything with a plain maximum, which CPUs do far faster than one with
+    indices, and the second searches one segment.
+    """
+    rows, n = x.shape
+    width = _segment_width(n)
+    if width is None:
+        values, at = x.max(dim=-1)
+        return values, at
+    parts = x.reshape(rows, n // width, width)
+    segment = parts.amax(dim=-1).argmax(dim=-1)
+    inside = parts[torch.arange(rows, device=x.device), segment]
+    values, at = inside.max(dim=-1)
+    return values, segment * width + at
+
+
+def draw_top_k(
+    scores: Tensor, highest: Tensor, settings: Sequence[Sampling], seeds: U64s, positions: U64s
+) -> Tensor:
+    """Draw ids [rows] from softmax(scores / T) cut to top_k >= 1, then by top-p, then by min-p.
+
+    scores: [rows, n], finite or -inf; highest: [rows], the largest of each row, finite.
+    """
+    n, device = scores.shape[1], scores.device
+    top_k = [min(s.top_k, n) for s in settings]
+    values, ids = scores.topk(max(top_k), dim=-1)
+    weights = _exponentials(values, highest, settings)
+    rank = torch.arange(weights.shape[1], device=device)
+    weights.masked_fill_(rank >= torch.tensor(top_k, device=device).unsqueeze(1), 0.0)
+    if any(s.top_p < 1.0 for s in settings):
+        total, before = _totals(weights)
+        weights.masked_fill_(before >= _column(settings, "top_p", device) * total, 0.0)
+    if any(s.min_p > 0.0 for s in settings):
+        weights.masked_fill_(weights < _column(settings, "min_p", device).float(), 0.0)
+    u = torch.from_numpy(uniform(seeds, positions)).to(device)
+    return ids.gather(1, inverse_cdf(weights, u).unsqueeze(1)).squeeze(1)
+
+
+def draw_all(
+    scores: Tensor, highest: Tensor, settings: Sequence[Sampling], seeds: U64s, positions: U64s
+) -> Tensor:
+    """Draw ids [rows] from softmax(scores / T) cut by top_k, top-p and min-p. Overwrites scores.
+
+    Nothing is sorted for top-p: a token is drawn from all and taken if those more likely than it do not
+    reach top-p already; else it and all that are as unlikely are dropped and another is drawn. What is taken
+    so is distributed as the cut distribution is. (Rejection with a rising pivot, as in FlashInfer.)
+    """
+    device = scores.device
+    weights = _exponentials(scores, highest, settings, in_place=True)
+    _cut_top_k(weights, settings)
+    allowed = weights
+    if any(s.min_p > 0.0 for s in settings):
+        floor = _column(settings, "min_p", device).float()
+        allowed = torch.where(weights >= floor, weights, 0.0)
+    ids = inverse_cdf(allowed, torch.from_numpy(uniform(seeds, positions)).to(device))
+    open_rows = [i for i, s in enumerate(settings) if s.top_p < 1.0]
+    if open_rows:
+        limits = _column(settings, "top_p", device) * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+        _redraw(ids, open_rows, weights, allowed, limits, seeds, positions)
+    return ids
+
+
+def _redraw(
+    ids: Tensor,
+    rows: list[int],
+    weights: Tensor,
+    allowed: Tensor,
+    limits: Tensor,
+    seeds: U64s,
+    positions: U64s,
+) -> None:
+    """Replace ids in place until each of ``rows`` is within top-p, whose weight is ``limits`` [rows, 1]."""
+    for draw in range(1, MAX_ROUNDS + 1):
+        at = torch.tensor(rows, device=ids.device)
+        whole = weights[at]
+        pivot = whole.gather(1, ids[at].unsqueeze(1))
+        above = torch.where(whole > pivot, whole, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+        refused = (above >= limits[at]).squeeze(1).nonzero().squeeze(1)
+        left = refused.tolist()
+        if not left:
+            return
+        rows = [rows[i] for i in left]
+        at = at[refused]
+        rest = allowed[at]
+        rest.masked_fill_(rest <= pivot[refused], 0.0)
+        if draw == MAX_ROUNDS:
+            ids[at] = rest.argmax(dim=-1)
+        else:
+            u = torch.from_numpy(uniform(seeds[rows], positions[rows], draw)).to(ids.device)
+            ids[at] = inverse_cdf(rest, u)
+
+
+def _cut_top_k(weights: Tensor, settings: Sequence[Sampling]) -> None:
+    """Set to 0 what lies below the top_k-th weight of its row. Equal weights at the border all stay."""
+    n = weights.shape[1]
+    for row, s in enumerate(settings):
+        if 0 < s.top_k < n:
+            floor = weights[row].topk(s.top_k).values[-1]
+            weights[row].masked_fill_(weights[row] < floor, 0.0)
+
+
+def _exponentials(
+    scores: Tensor, highest: Tensor, settings: Sequence[Sampling], *, in_place: bool = False
+) -> Tensor:
+    """exp((scores - highest) / T): softmax without its division, so that the most likely one has weight 1."""
+    temperature = _column(settings, "temperature", scores.device).float()
+    out = scores.sub_(highest.unsqueeze(1)) if in_place else scores - highest.unsqueeze(1)
+    return out.div_(temperature).exp_()
+
+
+def _column(settings: Sequence[Sampling], name: str, device: torch.device) -> Tensor:
+    """One number of each row's settings, float64 [rows, 1]."""
+    values = [getattr(s, name) for s in settings]
+    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
+
+
+def _totals(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum [rows, 1] of each row, and what stands before each of its entries."""
+    exact = weights.double()
+    running = exact.cumsum(dim=-1)
+    return running[:, -1:], running - exact
+
+
+def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
+    """The index at which the running sum of each row of ``weights`` passes the part ``u`` of its total.
+
+    weights: [rows, n], 0 or more, not all 0 in a row; an index of weight 0 is never returned. u: float64
+    [rows], in [0, 1). Sums are float64 and run over segments first, then within one.
+    """
+    rows, n = weights.shape
+    width = _segment_width(n) or n
+    parts = weights.reshape(rows, n // width, width)
+    sums = parts.sum(dim=-1).double()
+    running = sums.cumsum(dim=-1)
+    target = u.unsqueeze(1) * running[:, -1:]
+    segment = _first_above(running, target, sums)
+    at = torch.arange(rows, device=weights.device)
+    inside = parts[at, segment].double()
+    before = (running[at, segment] - sums[at, segment]).unsqueeze(1)
+    index = _first_above(inside.cumsum(dim=-1) + before, target, inside)
+    return segment * width + index
+
+
+def _first_above(running: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    """The first index [rows] whose running sum is above target [rows, 1], else the last with a weight."""
+    n = weights.shape[-1]
+    last = n - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(dim=-1)
+    found = torch.searchsorted(running, target, right=True).squeeze(1)
+    return torch.minimum(found, last)
+
+
+def _segment_width(n: int) -> int | None:
+    """A width that cuts n into equal segments, or None where n is short or has no such divisor."""
+    if n < 8 * SEGMENTS:
+        return None
+    return next((w for w in range(-(-n // SEGMENTS), 4 * n // SEGMENTS + 1) if n % w == 0), None)

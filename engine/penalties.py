@@ -1,0 +1,96 @@
+"""Repetition, presence and frequency penalties, touching only the tokens that occurred.
+
+Sources: repetition, arXiv 1909.05858; presence and frequency as OpenAI's API defines them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import RowRequest
+from ipc.messages import Sampling
+
+
+def has_penalty(s: Sampling) -> bool:
+    """Whether any of the three does anything."""
+    return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+
+
+class Penalties:
+    """The tokens of each penalized request, by slot, brought up to date as the request grows."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Seen] = {}
+
+    def release(self, slot: int) -> None:
+        """Forget a slot."""
+        self._seen.pop(slot, None)
+
+    def clear(self) -> None:
+        """Forget all slots."""
+        self._seen.clear()
+
+    def apply(self, scores: Tensor, requests: Sequence[RowRequest]) -> bool:
+        """Change scores [rows, vocab_size] in place, row i for requests[i]. Whether there was anything to do.
+
+        A repetition penalty r divides positive scores by r and multiplies others, for every token of prompt
+        or output. Then presence is taken off once for each token of the output, and frequency as often as it
+        occurred there.
+        """
+        rows = [i for i, request in enumerate(requests) if has_penalty(request.sampling)]
+        if not rows:
+            return False
+        seen = [self._of(requests[i]) for i in rows]
+        sizes = np.array([len(s.ids) for s in seen])
+        count = np.concatenate([np.array(s.in_output, dtype=np.float32) for s in seen])
+
+        def each(name: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+            values = np.array([getattr(requests[i].sampling, name) for i in rows], dtype=np.float32)
+            return np.repeat(values, sizes)
+
+        taken_off = each("frequency_penalty") * count + each("presence_penalty") * (count > 0)
+        device = scores.device
+        row_of = torch.from_numpy(np.repeat(np.array(rows), sizes)).to(device)
+        token_of = torch.from_numpy(np.concatenate([np.array(s.ids, dtype=np.int64) for s in seen])).to(
+            device
+        )
+        repetition = torch.from_numpy(each("repetition_penalty")).to(device)
+        values = scores[row_of, token_of]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        scores[row_of, token_of] = values - torch.from_numpy(taken_off).to(device)
+        return True
+
+    def _of(self, request: RowRequest) -> _Seen:
+        seen = self._seen.get(request.slot)
+        if seen is None or seen.rid != request.rid or seen.num_tokens > request.num_tokens:
+            seen = self._seen[request.slot] = _Seen(request.rid)
+        seen.update(request.token_ids, request.num_prompt)
+        return seen
+
+
+class _Seen:
+    """The distinct tokens of one request and how often each is in its output."""
+
+    __slots__ = ("_index", "ids", "in_output", "num_tokens", "rid")
+
+    def __init__(self, rid: int) -> None:
+        self.rid = rid
+        self.num_tokens = 0
+        self.ids: list[int] = []
+        self.in_output: list[int] = []
+        self._index: dict[int, int] = {}  # token -> its place in the two lists
+
+    def update(self, token_ids: list[int], num_prompt: int) -> None:
+        for at in range(self.num_tokens, len(token_ids)):
+            token = token_ids[at]
+            place = self._index.setdefault(token, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token)
+                self.in_output.append(0)
+            if at >= num_prompt:
+                self.in_output[place] += 1
+        self.num_tokens = len(token_ids)

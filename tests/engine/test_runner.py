@@ -1,0 +1,313 @@
+"""The runner against transformers: float32 greedy ids and logits are equal however the work is cut."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.runner import ModelRunner
+from ipc.messages import Sampling
+from tests import tiny_models
+from tests.engine.driving import CPU, Driver, logits_at_each_position, prompt, tiny
+
+COUNT = 12
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+def test_greedy_ids_equal_transformers_for_every_chunk_and_block_size(
+    architecture: str, attention: str
+) -> None:
+    """Chunks of 1, 7, 64 and whole, blocks of 1, 16 and 128 tokens, in shuffled order in the pool."""
+    loaded, reference = tiny(architecture)
+    ids = prompt(70)
+    want = tiny_models.greedy(reference, ids, COUNT)
+    for block_size in (1, 16, 128):
+        driver = Driver(loaded, attention=attention, block_size=block_size)
+        for chunk in (1, 7, 64, 1000):
+            assert driver.generate(ids, COUNT, chunk=chunk) == want, (block_size, chunk)
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+def test_chunked_and_whole_prefill_give_equal_ids(attention: str) -> None:
+    """A38: a prompt of 100 tokens in chunks of 1, 7, 16, 99, 100 and 512: edges inside a block and on one."""
+    loaded, reference = tiny("llama")
+    ids = prompt(100)
+    want = tiny_models.greedy(reference, ids, COUNT)
+    driver = Driver(loaded, attention=attention)
+    for chunk in (1, 7, 16, 99, 100, 512):
+        assert driver.generate(ids, COUNT, chunk=chunk) == want, chunk
+
+
+def test_chunk_edges_inside_a_shared_prefix_change_nothing() -> None:
+    """A38: a second request starts on blocks that the first computed, its chunks cut at any place."""
+    loaded, reference = tiny("qwen3")
+    ids = prompt(100)
+    want = tiny_models.greedy(reference, ids, COUNT)
+    driver = Driver(loaded)
+    first = driver.request(ids)
+    driver.run([first], 1)
+    for chunk in (1, 7, 16, 99):
+        for shared_blocks in (1, 5, 6):
+            second = driver.request(ids)
+            second.block_table = first.block_table[:shared_blocks]
+            second.num_computed = shared_blocks * driver.block_size
+            assert driver.run([second], COUNT, chunk) == [want]
+            driver.free += second.block_table[shared_blocks:]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+def test_logits_of_every_position_equal_transformers(architecture: str, chunk: int) -> None:
+    loaded, reference = tiny(architecture)
+    ids = prompt(90)
+    with torch.inference_mode():
+        want = reference(torch.tensor([ids])).logits[0]
+    for attention in ("naive", "sdpa"):
+        got = logits_at_each_position(Driver(loaded, attention=attention), ids, chunk)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("rope", sorted(tiny_models.ROPE_KINDS))
+def test_every_kind_of_rope_equals_transformers(rope: str) -> None:
+    loaded, reference = tiny("llama", rope=rope, max_position_embeddings=256)
+    ids = prompt(150)
+    with torch.inference_mode():
+        want = reference(torch.tensor([ids])).logits[0]
+    got = logits_at_each_position(Driver(loaded), ids, 40)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 9},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"head_dim": 16},
+    ],
+    ids=lambda changes: next(iter(changes)) + str(next(iter(changes.values()))),
+)
+def test_variants_of_the_architecture_equal_transformers(changes: dict[str, object]) -> None:
+    loaded, reference = tiny("llama", **changes)
+    ids = prompt(40)
+    with torch.inference_mode():
+        want = reference(torch.tensor([ids])).logits[0]
+    got = logits_at_each_position(Driver(loaded), ids, 9)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+def test_mixed_steps_give_each_request_the_ids_it_gets_alone(attention: str) -> None:
+    """Decoding rows of very different lengths beside chunks of several sizes, joining and leaving."""
+    loaded, reference = tiny("qwen2")
+    rng = random.Random(5)
+    prompts = [prompt(n, seed=9) for n in (3, 200, 17, 64, 1, 31, 350, 16)]
+    wants = [tiny_models.greedy(reference, ids, COUNT) for ids in prompts]
+    driver = Driver(loaded, attention=attention)
+    requests = [driver.request(ids) for ids in prompts]
+    while any(r.num_output < COUNT for r in requests):
+        rows = []
+        for request in requests:
+            left = request.num_tokens - request.num_computed
+            if request.num_output < COUNT and rng.random() < 0.8:
+                rows.append((request, min(left, rng.choice((1, 5, 16, 100)))))
+        rows.sort(key=lambda row: row[1] > 1)
+        driver.step(*rows)
+    assert [r.output_ids for r in requests] == wants
+
+
+def test_a_preempted_request_goes_on_where_it_was() -> None:
+    """Its blocks and slot are others after the preemption, and its slot's row held somebody else's."""
+    loaded, reference = tiny("llama")
+    ids = prompt(50)
+    want = tiny_models.greedy(reference, ids, COUNT)
+    for sampling in (
+        Sampling(),
+        Sampling(temperature=1.0, seed=3, repetition_penalty=1.2, frequency_penalty=0.3),
+    ):
+        driver = Driver(loaded)
+        if sampling != Sampling():
+            want = driver.generate(ids, COUNT, sampling=sampling)
+        request, other = driver.request(ids, sampling), driver.request(prompt(33))
+        driver.run([request, other], 5)
+        driver.preempt(request)
+        driver.preempt(other)
+        other.slot, request.slot = request.slot, other.slot
+        driver.run([other], 8)
+        assert driver.run([request], COUNT, 7) == [want]
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_a_position_attends_to_the_last_window_tokens_only(attention: str, chunk: int) -> None:
+    """A33: sliding window 8, blocks of 4; logits at lengths 1 to 20 against transformers' full mask."""
+    loaded, reference = tiny("mistral", sliding_window=8)
+    unlimited, _ = tiny("mistral")
+    assert loaded.spec.sliding_window == 8
+    ids = prompt(20)
+    with torch.inference_mode():
+        want = reference(torch.tensor([ids])).logits[0]
+    driver = Driver(loaded, attention=attention, block_size=4)
+    got = logits_at_each_position(driver, ids, chunk)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+    # The same weights without the window part from them at the first position that it cuts.
+    free = logits_at_each_position(Driver(unlimited, attention=attention, block_size=4), ids, chunk)
+    torch.testing.assert_close(free[:8], want[:8], rtol=1e-4, atol=1e-3)
+    assert not torch.allclose(free[8], want[8], rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+@pytest.mark.parametrize("length", [7, 8, 9, 30])
+def test_greedy_ids_with_a_sliding_window_equal_transformers(attention: str, length: int) -> None:
+    """A33: generating across the window from prompts of W-1, W, W+1 tokens and more."""
+    loaded, reference = tiny("mistral", sliding_window=8)
+    ids = prompt(length)
+    want = tiny_models.greedy(reference, ids, COUNT)
+    for block_size in (1, 4, 16):
+        driver = Driver(loaded, attention=attention, block_size=block_size)
+        assert [driver.generate(ids, COUNT, chunk=chunk) for chunk in (1, 3, 100)] == [want] * 3
+
+
+def test_layers_with_and_without_a_window_in_one_model() -> None:
+    loaded, reference = tiny("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert loaded.spec.layer_windows == (None, 8)
+    ids = prompt(30)
+    want = tiny_models.greedy(reference, ids, COUNT)
+    for attention in ("naive", "sdpa"):
+        driver = Driver(loaded, attention=attention, block_size=4)
+        assert [driver.generate(ids, COUNT, chunk=chunk) for chunk in (1, 7, 64)] == [want] * 3
+
+
+def test_the_attention_backend_can_change_between_two_steps() -> None:
+    loaded, reference = tiny("llama")
+    ids = prompt(30)
+    driver = Driver(loaded, attention="sdpa")
+    request = driver.request(ids)
+    for i in range(COUNT):
+        driver.runner.set_attention(("naive", "sdpa")[i % 2])
+        driver.run([request], i + 1)
+    assert request.output_ids == tiny_models.greedy(reference, ids, COUNT)
+    with pytest.raises(ValueError, match=r"unknown attention backend 'warp'; there are naive, sdpa"):
+        driver.runner.set_attention("warp")
+    assert driver.runner.attention_name == ("naive", "sdpa")[(COUNT - 1) % 2]
+
+
+def _poison(driver: Driver, row: int, value: float) -> None:
+    forward = driver.runner.decoder.forward
+
+    def poisoned(*args: object) -> torch.Tensor:
+        logits = forward(*args)  # type: ignore[arg-type]
+        logits[row, 5] = value
+        if value == -math.inf:
+            logits[row] = value
+        return logits
+
+    driver.runner.decoder.forward = poisoned  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=1, top_p=0.9, logprobs=2)])
+def test_a_nonfinite_logit_fails_its_own_row_only(value: float, sampling: Sampling) -> None:
+    """A25: NaN, +inf, or nothing but -inf in row 1 of 3; rows 0 and 2 get the ids they get without it."""
+    loaded, _ = tiny("llama")
+    driver = Driver(loaded)
+    wants = [driver.generate(prompt(9, seed=s), 1, sampling=sampling)[0] for s in range(3)]
+    _poison(driver, 1, value)
+    out = driver.step(*((driver.request(prompt(9, seed=s), sampling), 9) for s in range(3)))
+    assert out.nonfinite == [False, True, False]
+    assert out.token_ids == [wants[0], None, wants[2]]
+    assert out.logprobs[1] is None
+
+
+def test_keys_that_are_not_finite_do_not_reach_the_next_owner_of_their_block() -> None:
+    """A25: the blocks of a failed request are cleaned, for a masked NaN still spoils whoever gets them."""
+    loaded, reference = tiny("llama")
+    driver = Driver(loaded, block_size=16, num_blocks=2)
+    bad = driver.request(prompt(20))
+    driver.step((bad, 20))
+    assert driver.runner.kv is not None
+    for cache in driver.runner.kv.k + driver.runner.kv.v:
+        cache[bad.block_table[1] * 16 + 2 :] = math.nan
+        cache[bad.block_table[1] * 16 + 1] = math.inf
+    out = driver.step((bad, 1))
+    assert out.nonfinite == [True]
+    driver.preempt(bad)
+    ids = prompt(4)
+    assert driver.generate(ids, COUNT) == tiny_models.greedy(reference, ids, COUNT)
+
+
+def test_padded_vocabulary_rows_are_never_chosen() -> None:
+    loaded, _ = tiny("llama")
+    driver = Driver(loaded)
+    ids = prompt(20)
+    best = driver.generate(ids, 1)[0]
+    padded = replace(loaded, padded_ids=torch.tensor([best]))
+    driver = Driver(loaded, runner=ModelRunner(padded, device=CPU, dtype=torch.float32, measure=False))
+    assert driver.generate(ids, 1)[0] != best
+    drawn = {driver.generate(ids, 1, sampling=Sampling(temperature=100.0, seed=s))[0] for s in range(300)}
+    assert best not in drawn
+    assert len(drawn) > 100
+
+
+def test_a_plan_that_contradicts_its_requests_is_refused() -> None:
+    loaded, _ = tiny("llama")
+    driver = Driver(loaded)
+    request = driver.request(prompt(10))
+    with pytest.raises(ValueError, match=r"request 1: 11 new tokens up to 11 planned, but it has 10 tokens"):
+        driver.step((request, 11))
+    with pytest.raises(ValueError, match=r"request 1: 0 new tokens"):
+        driver.step((request, 0))
+    request.slot = -1
+    with pytest.raises(ValueError, match="slot -1 was scheduled"):
+        driver.step((request, 10))
+    request.slot, request.block_table = 0, [10_000]
+    with pytest.raises(ValueError, match="block 10000 is in a table, the pool has 256"):
+        driver.step((request, 10))
+    driver.runner.free_kv()
+    with pytest.raises(RuntimeError, match="no KV pool"):
+        driver.step((request, 10))
+
+
+def test_a_step_without_requests_does_nothing() -> None:
+    loaded, _ = tiny("llama")
+    out = Driver(loaded).step()
+    assert (out.token_ids, out.weight_bytes, out.flops) == ([], 0, 0)
+
+
+def test_consuming_the_weights_leaves_no_second_copy() -> None:
+    loaded, reference = tiny("qwen2")
+    copy = replace(loaded, weights=dict(loaded.weights))
+    driver = Driver(loaded, runner=ModelRunner(copy, device=CPU, dtype=torch.float32, consume=True))
+    assert copy.weights == {}
+    ids = prompt(30)
+    assert driver.generate(ids, COUNT) == tiny_models.greedy(reference, ids, COUNT)
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+def test_bfloat16_stays_near_float32_and_chunks_near_each_other(attention: str) -> None:
+    """A38: in bfloat16 the logits of a chunked prompt stay within a bound of the float32 ones."""
+    loaded, reference = tiny("llama")
+    ids = prompt(60)
+    with torch.inference_mode():
+        want = reference(torch.tensor([ids])).logits[0]
+    spread = float(want.std())
+    for chunk in (1, 7, 100):
+        driver = Driver(loaded, attention=attention, dtype=torch.bfloat16)
+        got = logits_at_each_position(driver, ids, chunk)
+        assert float((got - want).abs().mean()) < 0.05 * spread, chunk
+
+
+def test_times_and_traffic_of_a_step_are_reported() -> None:
+    loaded, _ = tiny("llama")
+    driver = Driver(loaded)
+    out = driver.step((driver.request(prompt(10)), 10), (driver.request(prompt(5)), 5))
+    assert out.prepare_s > 0 < out.forward_s
+    assert out.sample_s > 0
+    assert out.kv_bytes == 2 * 15 * loaded.spec.kv_bytes_per_token(torch.float32)  # read and written once
+    assert out.kernels == "linear=fp32,activations=float32"
