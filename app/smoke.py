@@ -350,7 +350,7 @@ def _is_written(path: Path) -> bool:
 
 
 def _speaks(language: str) -> bool:
-    return i18n.language() == language
+    return i18n.language() == language and (language == "en" or i18n.tr("Start load") != "Start load")
 
 
 def _check_image(name: str, image: QImage, window: QWidget, size: QSize) -> None:
