@@ -65,7 +65,7 @@ class LoadRun:
         if self.running:
             raise LoadError("A load is running; stop it before starting another.")
         spec.check()
-        self._reap()
+        self.close()
         self.session, self._rows, self._spec = "", [], spec
         self._reports.clear()
         self._errors.clear()
@@ -156,8 +156,9 @@ class LoadRun:
 
     @property
     def running(self) -> bool:
-        """The generator's process has not ended."""
-        return self._process is not None and self._process.poll() is None
+        """A load is on: its generator lives and has not said that it is through."""
+        alive = self._process is not None and self._process.poll() is None
+        return alive and self._progress.phase not in ("done", "failed")
 
     @property
     def spec(self) -> WorkloadSpec | None:
@@ -185,12 +186,6 @@ class LoadRun:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        self._reap()
-
-    def _reap(self) -> None:
-        process = self._process
-        if process is None:
-            return
         if self._reader is not None:
             self._reader.join(timeout=1.0)
         for pipe in (process.stdin, process.stdout, process.stderr):

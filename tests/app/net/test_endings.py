@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from app.lab.load_run import LoadRun
+from app.lab.workload import WorkloadSpec
 from app.net.types import LinkState, StreamLost
 from ipc.messages import Error, Ping, Reply, Submit
 from tests.app.engines import Console, ended, spec
@@ -44,8 +46,8 @@ def wait_gone(pid: int) -> None:
 def test_a_frozen_and_then_a_killed_engine_are_told_apart_and_restarted(
     console: Console, tiny_model: Path
 ) -> None:
-    """F09: SIGSTOP is "unresponsive" and heals; kill -9 ends five streams with the cause, keeps the data,
-    and a restart brings the engine back with the configuration it had."""
+    """F09: SIGSTOP is "unresponsive" and heals; kill -9 ends five streams and a load with the cause, keeps
+    the data, and a restart brings the engine back with the configuration it had."""
     console.link.launch(spec(tiny_model, knobs={"max_num_seqs": 8}))
     console.until_state(LinkState.READY)
     assert console.session.cfg is not None
@@ -58,6 +60,12 @@ def test_a_frozen_and_then_a_killed_engine_are_told_apart_and_restarted(
     os.kill(pid, signal.SIGCONT)
     console.until_state(LinkState.READY)
 
+    load = LoadRun()
+    load.start(
+        WorkloadSpec(arrival="concurrency", concurrency=2, output_tok=(4000, 4000), ignore_eos=True),
+        console.session.link.endpoint,
+    )
+    console.until(lambda: load.poll().in_flight == 2, "the load's requests")
     streams = [console.submit(f"stream {i}", max_tokens=4000) for i in range(5)]
     console.until(lambda: all(len(items) > 1 for items in streams), "tokens of all streams")
     os.kill(pid, signal.SIGKILL)
@@ -71,7 +79,11 @@ def test_a_frozen_and_then_a_killed_engine_are_told_apart_and_restarted(
     assert (link.exit_signal, link.exit_code, link.can_restart) == (signal.SIGKILL, None, True)
     assert "SIGKILL" in link.reason
     assert link.log_tail
-    assert len(console.session.request_rows()) == 5
+    assert len(console.session.request_rows()) == 7
+    console.until(lambda: load.poll().phase == "failed", "the load's end")
+    assert [row.error_class for row in load.rows()] == ["engine", "engine"]
+    assert not load.poll().valid
+    load.close()
     replies: list[Reply] = []
     console.link.send(Ping(id=1), replies.append)
     console.until(lambda: replies, "an answer though there is no engine")
