@@ -157,7 +157,7 @@ class GpuMonitor:
         """
         silent_s = time.monotonic() - self._answered_s
         rows = self._rows
-        if silent_s > STALE_S + self._interval_s:
+        if silent_s > STALE_S:
             error = f"the driver has not answered for {silent_s:.0f} s; these readings are stale"
             rows = rows or [m.GpuRow(t_ns=time.monotonic_ns(), uuid="", name="")]
             return [_with_error(row, error) for row in rows]

@@ -1,0 +1,340 @@
+"""Readings of cards, with a driver of the test's own at the edge: what NVML would answer, or not."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.gpm import GpmSampler
+from engine.monitor import (
+    CannotMap,
+    Card,
+    GpuMonitor,
+    ProcessSampler,
+    count,
+    number,
+    percent,
+    visible_cards,
+)
+from ipc import codec
+from ipc import messages as m
+from tests.engine.harness import wait_until
+
+GIB = 1 << 30
+BIG = Card("GPU-aaaa1111-0000", "H200")
+SMALL = Card("GPU-aabb2222-0000", "T4")
+PCI = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+class Driver:
+    """NVML with two cards of 80 and 10 GiB; ``faults`` are calls that fail, ``hang`` lets none return."""
+
+    NVML_TEMPERATURE_GPU = 0
+    NVML_CLOCK_SM = 1
+    NVML_CLOCK_MEM = 2
+
+    def __init__(self) -> None:
+        self.cards = [BIG, SMALL]
+        self.faults: dict[str, Exception] = {}
+        self.hang = threading.Event()
+        self.hang.set()
+        self.process_memory: Any = 3 * GIB
+
+    def nvmlInit(self) -> None:
+        self._answer("nvmlInit", None)
+
+    def nvmlShutdown(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.cards)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return self.cards[handle].uuid
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:
+        return self.cards[handle].name.encode()
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        total = (80, 10)[handle] * GIB
+        return self._answer("memory", SimpleNamespace(used=total // 2, total=total))
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        return self._answer("use", SimpleNamespace(gpu=140, memory=3))
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> Any:
+        return self._answer("power", 250_500)
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> Any:
+        return self._answer("temperature", 61)
+
+    def nvmlDeviceGetClockInfo(self, handle: int, clock: int) -> Any:
+        return self._answer("clock", 1000 * clock)
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> Any:
+        return self._answer("reasons", 0x4 | 0x40)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> Any:
+        mine = SimpleNamespace(pid=os.getpid(), usedGpuMemory=self.process_memory)
+        return self._answer("processes", [mine, SimpleNamespace(pid=1, usedGpuMemory=GIB)])
+
+    def nvmlGpmQueryDeviceSupport(self, handle: int) -> Any:
+        return self._answer("gpm", SimpleNamespace(isSupportedDevice=0))
+
+    def _answer(self, name: str, value: Any) -> Any:
+        self.hang.wait()
+        if name in self.faults:
+            raise self.faults[name]
+        return value
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    made.hang.set()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., GpuMonitor]]:
+    monitors: list[GpuMonitor] = []
+
+    def make(load: Callable[[], Any], **environ: str) -> GpuMonitor:
+        monitor = GpuMonitor(load=load, environ=environ, interval_s=0.02, retry_s=0.05)
+        monitors.append(monitor)
+        monitor.start()
+        return monitor
+
+    yield make
+    for monitor in monitors:
+        monitor.stop()
+
+
+def _read(monitor: GpuMonitor) -> list[m.GpuRow]:
+    wait_until(lambda: bool(monitor.rows()[0].uuid), "the first reading")
+    rows = monitor.rows()
+    for row in rows:
+        assert codec.unpack_telemetry(codec.pack_telemetry(1, row))[2] == row
+    return rows
+
+
+def test_readings_of_every_card_in_their_units(driver: Driver, start: Callable[..., GpuMonitor]) -> None:
+    big, small = _read(start(lambda: driver))
+    assert (big.uuid, big.name) == (BIG.uuid, "H200")
+    assert (big.memory_used_bytes, big.memory_total_bytes) == (40 * GIB, 80 * GIB)
+    assert small.memory_total_bytes == 10 * GIB
+    assert (big.power_w, big.temperature_c, big.sm_clock_mhz) == (250.5, 61.0, 1000.0)
+    assert big.throttle == "power cap, hardware thermal"
+    assert big.utilization_percent == 100.0, "clipped"
+    assert big.error == ""
+
+
+@pytest.mark.parametrize("memory", [None, (1 << 64) - 1, -1])
+def test_what_the_driver_does_not_know_is_unknown_and_nothing_else(
+    driver: Driver, start: Callable[..., GpuMonitor], memory: Any
+) -> None:
+    """D02: WSL2 answers None or the largest number for a process's memory."""
+    driver.process_memory = memory
+    monitor = start(lambda: driver)
+    rows = _read(monitor)
+    assert monitor.process_bytes() == 0
+    assert rows[0].memory_used_bytes == 40 * GIB
+
+
+def test_one_failing_call_costs_one_reading(driver: Driver, start: Callable[..., GpuMonitor]) -> None:
+    """D02: each reading is unknown on its own."""
+    driver.faults = {"power": RuntimeError("Not Supported"), "gpm": RuntimeError("no"), "use": OSError("x")}
+    row = _read(start(lambda: driver))[0]
+    assert (row.power_w, row.utilization_percent, row.dram_read_write_percent) == (None, None, None)
+    assert row.memory_used_bytes == 40 * GIB
+    assert row.error == ""
+
+
+def test_no_library_is_a_state_with_a_reason_and_is_tried_again(
+    driver: Driver, start: Callable[..., GpuMonitor]
+) -> None:
+    """D04: nothing is raised, the reason is told, and a driver that appears later is used."""
+    there = threading.Event()
+
+    def load() -> Driver:
+        if not there.is_set():
+            raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+        return driver
+
+    monitor = start(load)
+    wait_until(lambda: "libnvidia-ml" in monitor.rows()[0].error, "the reason is known")
+    (row,) = monitor.rows()
+    assert row.uuid == ""
+    assert row.error.startswith("no NVIDIA driver or card found")
+    there.set()
+    assert len(_read(monitor)) == 2
+
+
+def test_a_real_machine_without_or_with_a_card_answers(start: Callable[..., GpuMonitor]) -> None:
+    """D04: the real library, whatever it finds here."""
+    monitor = GpuMonitor(interval_s=0.02)
+    monitor.start()
+    wait_until(lambda: "not answered yet" not in monitor.rows()[0].error, "an answer")
+    row = monitor.rows()[0]
+    assert bool(row.uuid) is not bool(row.error)
+    monitor.stop()
+
+
+def test_a_driver_that_never_answers_makes_readings_stale(
+    driver: Driver, start: Callable[..., GpuMonitor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D07: asking for rows never waits, and what is shown says how old it is."""
+    monkeypatch.setattr("engine.monitor.STALE_S", 0.2)
+    monitor = start(lambda: driver)
+    fresh = _read(monitor)
+    driver.hang.clear()
+    wait_until(lambda: "stale" in monitor.rows()[0].error, "staleness is seen")
+    stale = monitor.rows()[0]
+    assert stale.memory_used_bytes == fresh[0].memory_used_bytes
+    assert stale.t_ns <= time.monotonic_ns()
+    driver.hang.set()
+    wait_until(lambda: monitor.rows()[0].error == "", "it recovers when the call returns")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (None, [BIG, SMALL]),
+        ("0", [BIG]),
+        ("1", [SMALL]),
+        ("1,0", [SMALL, BIG]),
+        ("1, 1", [SMALL, SMALL]),
+        ("0,7,1", [BIG]),  # an entry that names no card hides all that follow
+        ("", []),
+        ("-1", []),
+        ("GPU-aaaa1111-0000", [BIG]),
+        ("GPU-aab,GPU-aaaa", [SMALL, BIG]),
+        ("GPU-ffff", []),
+        ("nonsense", []),
+    ],
+)
+def test_the_cards_shown_are_those_that_cuda_shows(wanted: str | None, expected: list[Card]) -> None:
+    """D05: CUDA_VISIBLE_DEVICES=1 must never show the memory of card 0."""
+    environ = PCI | ({} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted})
+    assert visible_cards([BIG, SMALL], environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        (PCI | {"CUDA_VISIBLE_DEVICES": "GPU-aa"}, "2 cards begin"),
+        (PCI | {"CUDA_VISIBLE_DEVICES": "MIG-12345"}, "a part of a card"),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, "PCI_BUS_ID"),  # CUDA's own order puts the fastest first
+    ],
+)
+def test_what_cannot_be_mapped_is_said(
+    environ: dict[str, str], reason: str, driver: Driver, start: Callable[..., GpuMonitor]
+) -> None:
+    """D05: rather no card than the wrong one."""
+    with pytest.raises(CannotMap, match=reason):
+        visible_cards([BIG, SMALL], environ)
+    monitor = start(lambda: driver, **environ)
+    wait_until(lambda: reason in monitor.rows()[0].error, "the reason is shown")
+    assert monitor.rows()[0].uuid == ""
+
+
+def test_equal_cards_may_be_counted_in_any_order() -> None:
+    cards = [Card("GPU-1", "T4"), Card("GPU-2", "T4")]
+    assert visible_cards(cards, {"CUDA_VISIBLE_DEVICES": "1"}) == [cards[1]]
+
+
+def test_the_engines_own_card_is_followed_by_its_uuid(
+    driver: Driver, start: Callable[..., GpuMonitor]
+) -> None:
+    """D05: once the engine computes, its device's identity decides, not an index."""
+    monitor = start(lambda: driver, **PCI, CUDA_VISIBLE_DEVICES="0")
+    assert [row.uuid for row in _read(monitor)] == [BIG.uuid]
+    monitor.follow(SMALL.uuid.removeprefix("GPU-"))
+    wait_until(lambda: monitor.rows()[0].uuid == SMALL.uuid, "the other card is shown")
+
+
+class GpmDriver(Driver):
+    """A card with performance monitoring: utilization rises by 10 percent a sample."""
+
+    NVML_GPM_METRICS_GET_VERSION = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = self.freed = 0
+        self.dram_status = 0
+
+    def nvmlGpmQueryDeviceSupport(self, handle: int) -> Any:
+        return SimpleNamespace(isSupportedDevice=1)
+
+    def nvmlGpmSampleAlloc(self) -> Any:
+        return SimpleNamespace(n=0)
+
+    def nvmlGpmSampleGet(self, handle: int, sample: Any) -> Any:
+        self.samples += 1
+        sample.n = self.samples
+        return sample
+
+    def nvmlGpmSampleFree(self, sample: Any) -> None:
+        self.freed += 1
+
+    def c_nvmlGpmMetricsGet_t(self) -> Any:
+        return SimpleNamespace(metrics=[SimpleNamespace(nvmlReturn=0, value=0.0) for _ in range(4)])
+
+    def nvmlGpmMetricsGet(self, query: Any) -> None:
+        assert query.sample2.n == query.sample1.n + 1
+        for metric in query.metrics[: query.numMetrics]:
+            metric.value = {2: 10.0, 10: 55.0}[metric.metricId]
+        query.metrics[1].nvmlReturn = self.dram_status
+
+
+def test_gpm_averages_between_two_samples_and_frees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = GpmDriver()
+    monkeypatch.setattr("engine.gpm._MIN_GAP_S", 0.0)
+    sampler = GpmSampler(driver, 0)
+    assert sampler.read().dram_percent is None, "one sample is no average"
+    reading = sampler.read()
+    assert (reading.sm_percent, reading.dram_percent) == (10.0, 55.0)
+    driver.dram_status = 3
+    assert (sampler.read().dram_percent, sampler.read().sm_percent) == (None, 10.0)
+    assert driver.freed == driver.samples - 1
+
+
+def test_gpm_that_fails_once_is_off_for_good() -> None:
+    driver = GpmDriver()
+    driver.nvmlGpmSampleGet = lambda handle, sample: 1 / 0  # type: ignore[method-assign]
+    sampler = GpmSampler(driver, 0)
+    assert sampler.read().dram_percent is None
+    assert sampler.off_reason
+    del driver.nvmlGpmSampleGet
+    assert sampler.read().dram_percent is None
+    assert driver.samples == 0
+
+
+def test_numbers_from_outside_are_checked() -> None:
+    assert [count(v) for v in (5, 0, -1, None, (1 << 64) - 1, 2.5, True)] == [
+        5,
+        0,
+        None,
+        None,
+        None,
+        None,
+        None,
+    ]
+    assert [number(v) for v in (5, 2.5, float("nan"), float("inf"), -1, None)] == [5.0, 2.5, *[None] * 4]
+    assert [percent(v) for v in (40, 101, 4294967295, None)] == [40.0, 100.0, None, None]
+
+
+def test_the_process_sampler_sees_this_process() -> None:
+    sampler = ProcessSampler()
+    sample = sampler.sample()
+    assert sample.rss_bytes > 1 << 20
+    assert sample.cpu_percent is None, "a share of time needs a span of time"
