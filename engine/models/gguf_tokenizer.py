@@ -32,13 +32,18 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# llama.cpp's own rule for vocabularies without a better name: each pattern splits what the one before left.
+_DEFAULT = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
 
 
-def _words(pattern: str) -> list[Any]:
-    return [
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
+def _words(*patterns: str) -> list[Any]:
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    return [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
 
 
 def _gpt2() -> list[Any]:
@@ -52,6 +57,7 @@ def _digits_first() -> list[Any]:
 _SPLITS: dict[str, Callable[[], list[Any]]] = {
     "smollm": _digits_first,
     "starcoder": _digits_first,
+    "default": lambda: _words(*_DEFAULT),
     "gpt-2": _gpt2,
     "phi-2": _gpt2,
     "llama-bpe": lambda: _words(_LLAMA3),
@@ -79,7 +85,7 @@ def build(settings: Mapping[str, Any], rows: int) -> Tokenizer:
     if len(types) != len(tokens):
         raise ModelError(f"the GGUF file has {len(tokens)} tokens but {len(types)} token types")
     if kind == "gpt2":
-        pre = str(settings.get("tokenizer.ggml.pre", "default"))
+        pre = settings.get("tokenizer.ggml.pre")
         backend, bos_default = _byte_level(settings, tokens, pre), pre in _BOS_BY_DEFAULT
     elif kind == "llama":
         backend, bos_default = _sentencepiece(settings, tokens), True
@@ -99,7 +105,12 @@ def build(settings: Mapping[str, Any], rows: int) -> Tokenizer:
     )
 
 
-def _byte_level(settings: Mapping[str, Any], tokens: Sequence[str], pre: str) -> Backend:
+def _byte_level(settings: Mapping[str, Any], tokens: Sequence[str], pre: Any) -> Backend:
+    if pre is None:
+        raise ModelError(
+            "the GGUF file does not say how its tokenizer splits words (tokenizer.ggml.pre): "
+            "convert the model again with a current converter"
+        )
     if pre not in _SPLITS:
         raise ModelError(f"unknown pre-tokenizer {pre!r} in the GGUF file; supported: {', '.join(_SPLITS)}")
     merges = settings.get("tokenizer.ggml.merges")
