@@ -8,14 +8,12 @@ Everything is bounded: hours at ten batches a second take no more memory than th
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from app.model.figures import (
-    STAGES,
     STEP_COLUMNS,
     Figure,
     Gap,
@@ -34,7 +32,8 @@ from app.model.figures import (
 )
 from app.model.requests import RequestBook, RequestView
 from app.model.series import BinTable, Ring, percentiles
-from app.net.types import Batch, BlockView, LinkState, LinkStatus
+from app.model.timeline import TIMELINE_COLUMNS, Now, Timeline, kv_shares, sample
+from app.net.types import Batch, BlockView, LinkStatus
 from ipc.messages import (
     ApplyEvent,
     Cfg,
@@ -63,33 +62,7 @@ __all__ = [
 
 NO_TRAFFIC = "no traffic"
 
-# Columns of `SessionModel.timeline`, one value a bin (1/2 s), NaN where undefined.
-TIMELINE_COLUMNS = (
-    "ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "ttft_n",  # over the trailing `latency_window_s`
-    "tpot_p50_s", "tpot_p95_s", "tpot_p99_s", "tpot_n",
-    "itl_p50_s", "itl_p99_s", "itl_n",
-    "queue_p50_s", "queue_n",
-    "prefill_tok_s", "decode_tok_s", "finished_req_s",
-    "running", "waiting", "preempted",
-    "kv_used_share", "kv_cached_share", "kv_free_share",  # of all blocks; they add up to 1
-    "kv_waste_share",  # of the tokens the used blocks could hold
-    "hit_rate",  # prefix cache: tokens found / tokens looked up, NaN without look-ups
-    "model_bytes_s", "flops_s",  # modelled traffic per second of wall time
-    "step_bytes_s", "step_flops_s",  # the same per second spent in steps
-    "busy_share",  # of wall time spent in steps
-    "steps", "step_mean_s", "plan_s", "prepare_s", "forward_s", "sample_s", "detokenize_s", "publish_s",
-    "rss_bytes", "cpu_percent", "cfg_rev",
-)  # fmt: skip
-
-_BIN_S = 0.5
-_SETTLE_S = 0.25  # a bin is drawn this long after its end, when the engine's rows of it have arrived
 _HOLE_S = 3.0  # a hole in the steps that no snapshot filled by then is a gap
-_SUMMED = (
-    "step_s", "plan_s", "prepare_s", "forward_s", "sample_s", "detokenize_s", "publish_s", "prefill_tok",
-    "decode_tok", "preempted", "query_tok", "hit_tok", "weight_bytes", "kv_bytes", "flops",
-)  # fmt: skip
-_LATEST = ("running", "waiting", "used_blk", "cached_blk", "free_blk", "used_tok", "cfg_rev")
-_AT = {name: i for i, name in enumerate(STEP_COLUMNS)}
 _NS = 1e-9
 
 
@@ -110,7 +83,6 @@ class SessionModel:
 
     def __init__(self, history_s: float = 3600.0, window_s: float = 30.0) -> None:
         self.window_s = window_s  # of `kpis`, `stages`, `roofline`; may be changed at any time
-        self.latency_window_s = 10.0  # of the percentiles in the timeline
         self.history_s = history_s
         self.now_s = 0.0
         self.link = LinkStatus()
@@ -123,7 +95,6 @@ class SessionModel:
         self.gpus: dict[str, GpuRow] = {}
         self.attention = ""  # the backend that the newest step really ran
         self.kernels = ""
-        self.timeline = BinTable(TIMELINE_COLUMNS, _BIN_S, max(2, int(history_s / _BIN_S)))
         self.markers: deque[Marker] = deque(maxlen=500)
         self.gaps: deque[Gap] = deque(maxlen=500)
         self.logs: deque[LogLine] = deque(maxlen=2000)
@@ -131,13 +102,22 @@ class SessionModel:
         self.dropped_rows = 0
         self._book = RequestBook()
         self._steps = Ring(STEP_COLUMNS, 131_072)
-        self._sums = BinTable(("n", *_SUMMED, *_LATEST), _BIN_S, self.timeline.capacity)
-        self._dirty: set[int] = set()
+        self._timeline = Timeline(history_s)
         self._last_step: int | None = None
         self._last_end_s = 0.0
         self._holes: list[_Hole] = []
         self._session_starts: deque[float] = deque(maxlen=100)
         self._begun_s: float | None = None
+
+    @property
+    def timeline(self) -> BinTable:
+        """The charts' values, with `TIMELINE_COLUMNS`, a row each half second."""
+        return self._timeline.line
+
+    @property
+    def latency_window_s(self) -> float:
+        """The trailing window of the percentiles in the timeline."""
+        return self._timeline.latency_window_s
 
     # --- taking in -------------------------------------------------------------------------------
 
@@ -167,7 +147,8 @@ class SessionModel:
         for event in batch.events:
             self._take_event(event, offset_ns)
         self._close_holes()
-        self._draw()
+        now = Now(self.now_s, self._book, self.state, self.heartbeat, self.link.state)
+        self._timeline.draw(now)
 
     def _new_engine(self, now_s: float) -> None:
         self._book.new_engine()
@@ -199,7 +180,7 @@ class SessionModel:
         for row in rows:
             t_s = (row.t_ns - offset_ns) * _NS
             values = step_values(row, t_s)
-            self._add_to_bin(t_s, values)
+            self._timeline.add_step(t_s, values)
             if self._last_step is not None and row.step <= self._last_step:
                 self._fill_hole(row.step)  # a snapshot brought it late: its bin has it, the ring is in order
                 continue
@@ -213,16 +194,6 @@ class SessionModel:
         if new:
             self._steps.append(new)
 
-    def _add_to_bin(self, t_s: float, values: tuple[float, ...]) -> None:
-        self._sums.advance(t_s)
-        number = self._sums.bin_of(t_s)
-        self._sums.add(number, "n", 1.0)
-        for name in _SUMMED:
-            self._sums.add(number, name, values[_AT[name]])
-        for name in _LATEST:
-            self._sums.put(number, name, values[_AT[name]])
-        self._dirty.add(number)
-
     def _fill_hole(self, step: int) -> None:
         for hole in self._holes:
             if hole.first <= step <= hole.last:
@@ -233,104 +204,6 @@ class SessionModel:
             self._holes.remove(hole)
             if hole.missing > 0:
                 self.gaps.append(Gap(hole.t0_s, hole.t1_s, f"{hole.missing} step rows were lost"))
-
-    # --- the timeline ----------------------------------------------------------------------------
-
-    def _draw(self) -> None:
-        """Write the bins that are over, and again those that rows arrived late for."""
-        begun = self.timeline.advance(self.now_s - _SETTLE_S - _BIN_S)
-        self._sums.advance(self.now_s)
-        for number in begun:
-            self._dirty.discard(number)
-            self._draw_rates(number)
-            self._draw_latency(number)
-        for number in [n for n in self._dirty if self.timeline.last is not None and n <= self.timeline.last]:
-            self._dirty.discard(number)
-            self._draw_rates(number)
-
-    def _draw_rates(self, number: int) -> None:
-        line, sums = self.timeline, self._sums
-        heartbeat = self.heartbeat
-        if heartbeat is not None:
-            line.put(number, "rss_bytes", float(heartbeat.rss_bytes))
-            if heartbeat.cpu_percent is not None:
-                line.put(number, "cpu_percent", heartbeat.cpu_percent)
-        steps = sums.get(number, "n")
-        if math.isnan(steps):
-            self._draw_quiet(number)
-            return
-        busy_s = sums.get(number, "step_s")
-        moved = sums.get(number, "weight_bytes") + sums.get(number, "kv_bytes")
-        values: dict[str, float | None] = {
-            "steps": steps,
-            "step_mean_s": busy_s / steps,
-            "busy_share": min(1.0, busy_s / _BIN_S),
-            "prefill_tok_s": sums.get(number, "prefill_tok") / _BIN_S,
-            "decode_tok_s": sums.get(number, "decode_tok") / _BIN_S,
-            "preempted": sums.get(number, "preempted"),
-            "running": sums.get(number, "running"),
-            "waiting": sums.get(number, "waiting"),
-            "cfg_rev": sums.get(number, "cfg_rev"),
-            "hit_rate": ratio(sums.get(number, "hit_tok"), sums.get(number, "query_tok")),
-            "model_bytes_s": moved / _BIN_S,
-            "flops_s": sums.get(number, "flops") / _BIN_S,
-            "step_bytes_s": ratio(moved, busy_s),
-            "step_flops_s": ratio(sums.get(number, "flops"), busy_s),
-        }
-        values |= {f"{stage}_s": sums.get(number, f"{stage}_s") / steps for stage in STAGES}
-        used, cached, free = (sums.get(number, c) for c in ("used_blk", "cached_blk", "free_blk"))
-        values |= self._kv_shares(used, cached, free, sums.get(number, "used_tok"))
-        for name, value in values.items():
-            line.put(number, name, math.nan if value is None else value)
-
-    def _kv_shares(self, used: float, cached: float, free: float, used_tok: float) -> dict[str, float | None]:
-        total = used + cached + free
-        held = used * (self.state.block_size if self.state is not None else 0)
-        return {
-            "kv_used_share": ratio(used, total),
-            "kv_cached_share": ratio(cached, total),
-            "kv_free_share": ratio(free, total),
-            "kv_waste_share": ratio(held - used_tok, held),
-        }
-
-    def _draw_quiet(self, number: int) -> None:
-        """A bin without steps: counts of requests and the pool go on, rates are gaps, 0 only in a stall."""
-        if self.state is None or self.link.state in (
-            LinkState.DEAD,
-            LinkState.UNRESPONSIVE,
-            LinkState.OFFLINE,
-        ):
-            return
-        line = self.timeline
-        line.put(number, "running", float(self.state.running))
-        line.put(number, "waiting", float(self.state.waiting))
-        line.put(number, "cfg_rev", float(self.state.cfg_rev))
-        if self.state.running:
-            line.put(number, "prefill_tok_s", 0.0)
-            line.put(number, "decode_tok_s", 0.0)
-            line.put(number, "busy_share", 0.0)
-        for name in ("kv_used_share", "kv_cached_share", "kv_free_share"):
-            line.put(number, name, line.get(number - 1, name))
-
-    def _draw_latency(self, number: int) -> None:
-        end_s = (number + 1) * _BIN_S
-        book, line = self._book, self.timeline
-        for name, ring, percents in (
-            ("ttft", book.ttft, (50.0, 95.0, 99.0)),
-            ("tpot", book.tpot, (50.0, 95.0, 99.0)),
-            ("itl", book.itl, (50.0, 99.0)),
-            ("queue", book.queue, (50.0,)),
-        ):
-            found = percentiles(_sample(ring, end_s - self.latency_window_s, end_s), percents)
-            if found.n:
-                line.put(number, f"{name}_n", float(found.n))
-            for percent in percents:
-                value = found[percent]
-                if value is not None:
-                    line.put(number, f"{name}_p{percent:.0f}_s", value)
-        ended = _sample(book.ended_kind, end_s - _BIN_S, end_s)
-        if ended.size:
-            line.put(number, "finished_req_s", float(ended.sum()) / _BIN_S)
 
     # --- figures ---------------------------------------------------------------------------------
 
@@ -349,7 +222,7 @@ class SessionModel:
         quiet = f"{NO_TRAFFIC} in the last {span_s:g} s"
 
         def latency(ring: Ring, percent: float, why: str) -> Figure:
-            found = percentiles(_sample(ring, self.now_s - span_s, self.now_s), (percent,))
+            found = percentiles(sample(ring, self.now_s - span_s, self.now_s), (percent,))
             return Figure(found[percent], found.n, span_s, "" if found.n else why)
 
         def of_steps(value: float | None, why: str) -> Figure:
@@ -357,7 +230,7 @@ class SessionModel:
                 return Figure(None, 0, span_s, quiet)
             return Figure(value, steps.n, span_s, "" if value is not None else why)
 
-        ended = _sample(book.ended_kind, self.now_s - span_s, self.now_s)
+        ended = sample(book.ended_kind, self.now_s - span_s, self.now_s)
         no_first, no_end = "no first token in this window", "no request ended in this window"
         no_tpot = "no request with two tokens or more ended in this window"
         roof = roofline(steps, self.device)
@@ -413,7 +286,7 @@ class SessionModel:
         used, cached, free, tokens = (
             float(self._steps.column(c, 1)[0]) for c in ("used_blk", "cached_blk", "free_blk", "used_tok")
         )
-        value = self._kv_shares(used, cached, free, tokens)[name]
+        value = kv_shares(used, cached, free, tokens, self.state.block_size)[name]
         return Figure(value, why_none="" if value is not None else "no block is used")
 
     def stages(self) -> StageTimes:
@@ -471,10 +344,3 @@ class SessionModel:
             sessions=1 + sum(start >= t0_s for start in list(self._session_starts)[1:]),
             lost=sum(self.link.lost.values()),
         )
-
-
-def _sample(ring: Ring, t0_s: float, t1_s: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Values of the samples with t0 < t <= t1 (a ring whose ``t_s`` never falls)."""
-    times = ring.column("t_s")
-    first, last = np.searchsorted(times, (t0_s, t1_s), side="right")
-    return ring.column("value")[first:last]

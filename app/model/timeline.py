@@ -1,0 +1,183 @@
+"""`Timeline`: the session's course for the charts, one row of values each half second.
+
+Steps are summed into the bin of their start, wherever late rows fall; a bin is drawn once it is over.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from app.model.figures import STAGES, STEP_COLUMNS, ratio
+from app.model.requests import RequestBook
+from app.model.series import F64, BinTable, Ring, percentiles
+from app.net.types import LinkState
+from ipc.messages import EngineState, Heartbeat
+
+# Columns of `Timeline.line`, one value a bin (1/2 s), NaN where undefined.
+TIMELINE_COLUMNS = (
+    "ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "ttft_n",  # over the trailing `latency_window_s`
+    "tpot_p50_s", "tpot_p95_s", "tpot_p99_s", "tpot_n",
+    "itl_p50_s", "itl_p99_s", "itl_n",
+    "queue_p50_s", "queue_n",
+    "prefill_tok_s", "decode_tok_s", "finished_req_s",
+    "running", "waiting", "preempted",
+    "kv_used_share", "kv_cached_share", "kv_free_share",  # of all blocks; they add up to 1
+    "kv_waste_share",  # of the tokens the used blocks could hold
+    "hit_rate",  # prefix cache: tokens found / tokens looked up, NaN without look-ups
+    "model_bytes_s", "flops_s",  # modelled traffic per second of wall time
+    "step_bytes_s", "step_flops_s",  # the same per second spent in steps
+    "busy_share",  # of wall time spent in steps
+    "steps", "step_mean_s", "plan_s", "prepare_s", "forward_s", "sample_s", "detokenize_s", "publish_s",
+    "rss_bytes", "cpu_percent", "cfg_rev",
+)  # fmt: skip
+
+BIN_S = 0.5
+_SETTLE_S = 0.25  # a bin is drawn this long after its end, when the engine's rows of it have arrived
+_SUMMED = (
+    "step_s", "plan_s", "prepare_s", "forward_s", "sample_s", "detokenize_s", "publish_s", "prefill_tok",
+    "decode_tok", "preempted", "query_tok", "hit_tok", "weight_bytes", "kv_bytes", "flops",
+)  # fmt: skip
+_LATEST = ("running", "waiting", "used_blk", "cached_blk", "free_blk", "used_tok", "cfg_rev")
+_AT = {name: i for i, name in enumerate(STEP_COLUMNS)}
+_SILENT = (LinkState.DEAD, LinkState.UNRESPONSIVE, LinkState.OFFLINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """What `Timeline.draw` needs to know of the present."""
+
+    now_s: float
+    book: RequestBook
+    state: EngineState | None
+    heartbeat: Heartbeat | None
+    link_state: LinkState
+
+    @property
+    def block_size(self) -> int:
+        return self.state.block_size if self.state is not None else 0
+
+
+def sample(ring: Ring, t0_s: float, t1_s: float) -> F64:
+    """Values of the samples with t0 < t <= t1, of a ring whose ``t_s`` never falls."""
+    times = ring.column("t_s")
+    first, last = np.searchsorted(times, (t0_s, t1_s), side="right")
+    return ring.column("value")[first:last]
+
+
+def kv_shares(
+    used: float, cached: float, free: float, used_tok: float, block_size: int
+) -> dict[str, float | None]:
+    """The pool's parts as shares of all blocks, and the waste as a share of what used blocks could hold."""
+    total, held = used + cached + free, used * block_size
+    return {
+        "kv_used_share": ratio(used, total),
+        "kv_cached_share": ratio(cached, total),
+        "kv_free_share": ratio(free, total),
+        "kv_waste_share": ratio(held - used_tok, held),
+    }
+
+
+class Timeline:
+    """``line`` holds the drawn bins, with `TIMELINE_COLUMNS`."""
+
+    def __init__(self, history_s: float) -> None:
+        self.latency_window_s = 10.0  # over which percentiles are taken
+        self.line = BinTable(TIMELINE_COLUMNS, BIN_S, max(2, int(history_s / BIN_S)))
+        self._sums = BinTable(("n", *_SUMMED, *_LATEST), BIN_S, self.line.capacity)
+        self._dirty: set[int] = set()
+
+    def add_step(self, t_s: float, values: tuple[float, ...]) -> None:
+        """Sum one step's values (`STEP_COLUMNS`) into the bin of its start."""
+        self._sums.advance(t_s)
+        number = self._sums.bin_of(t_s)
+        self._sums.add(number, "n", 1.0)
+        for name in _SUMMED:
+            self._sums.add(number, name, values[_AT[name]])
+        for name in _LATEST:
+            self._sums.put(number, name, values[_AT[name]])
+        self._dirty.add(number)
+
+    def draw(self, now: Now) -> None:
+        """Write the bins that are over, and again those that rows arrived late for."""
+        begun = self.line.advance(now.now_s - _SETTLE_S - BIN_S)
+        self._sums.advance(now.now_s)
+        for number in begun:
+            self._dirty.discard(number)
+            self._draw_rates(number, now)
+            self._draw_latency(number, now.book)
+        for number in [n for n in self._dirty if self.line.last is not None and n <= self.line.last]:
+            self._dirty.discard(number)
+            self._draw_rates(number, now)
+
+    def _draw_rates(self, number: int, now: Now) -> None:
+        line, sums = self.line, self._sums
+        heartbeat = now.heartbeat
+        if heartbeat is not None:
+            line.put(number, "rss_bytes", float(heartbeat.rss_bytes))
+            if heartbeat.cpu_percent is not None:
+                line.put(number, "cpu_percent", heartbeat.cpu_percent)
+        steps = sums.get(number, "n")
+        if math.isnan(steps):
+            self._draw_quiet(number, now)
+            return
+        busy_s = sums.get(number, "step_s")
+        moved = sums.get(number, "weight_bytes") + sums.get(number, "kv_bytes")
+        values: dict[str, float | None] = {
+            "steps": steps,
+            "step_mean_s": busy_s / steps,
+            "busy_share": min(1.0, busy_s / BIN_S),
+            "prefill_tok_s": sums.get(number, "prefill_tok") / BIN_S,
+            "decode_tok_s": sums.get(number, "decode_tok") / BIN_S,
+            "preempted": sums.get(number, "preempted"),
+            "running": sums.get(number, "running"),
+            "waiting": sums.get(number, "waiting"),
+            "cfg_rev": sums.get(number, "cfg_rev"),
+            "hit_rate": ratio(sums.get(number, "hit_tok"), sums.get(number, "query_tok")),
+            "model_bytes_s": moved / BIN_S,
+            "flops_s": sums.get(number, "flops") / BIN_S,
+            "step_bytes_s": ratio(moved, busy_s),
+            "step_flops_s": ratio(sums.get(number, "flops"), busy_s),
+        }
+        values |= {f"{stage}_s": sums.get(number, f"{stage}_s") / steps for stage in STAGES}
+        used, cached, free = (sums.get(number, c) for c in ("used_blk", "cached_blk", "free_blk"))
+        values |= kv_shares(used, cached, free, sums.get(number, "used_tok"), now.block_size)
+        for name, value in values.items():
+            line.put(number, name, math.nan if value is None else value)
+
+    def _draw_quiet(self, number: int, now: Now) -> None:
+        """A bin without steps: counts of requests and the pool go on, rates are gaps, 0 only in a stall."""
+        if now.state is None or now.link_state in _SILENT:
+            return
+        line = self.line
+        line.put(number, "running", float(now.state.running))
+        line.put(number, "waiting", float(now.state.waiting))
+        line.put(number, "cfg_rev", float(now.state.cfg_rev))
+        if now.state.running:
+            line.put(number, "prefill_tok_s", 0.0)
+            line.put(number, "decode_tok_s", 0.0)
+            line.put(number, "busy_share", 0.0)
+        for name in ("kv_used_share", "kv_cached_share", "kv_free_share"):
+            line.put(number, name, line.get(number - 1, name))
+
+    def _draw_latency(self, number: int, book: RequestBook) -> None:
+        end_s = (number + 1) * BIN_S
+        line = self.line
+        for name, ring, percents in (
+            ("ttft", book.ttft, (50.0, 95.0, 99.0)),
+            ("tpot", book.tpot, (50.0, 95.0, 99.0)),
+            ("itl", book.itl, (50.0, 99.0)),
+            ("queue", book.queue, (50.0,)),
+        ):
+            found = percentiles(sample(ring, end_s - self.latency_window_s, end_s), percents)
+            if found.n:
+                line.put(number, f"{name}_n", float(found.n))
+            for percent in percents:
+                value = found[percent]
+                if value is not None:
+                    line.put(number, f"{name}_p{percent:.0f}_s", value)
+        ended = sample(book.ended_kind, end_s - BIN_S, end_s)
+        if ended.size:
+            line.put(number, "finished_req_s", float(ended.sum()) / BIN_S)
