@@ -41,17 +41,18 @@ class Tokenizer:
         sha256: str,
     ) -> None:
         self._backend = backend
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = len(vocab)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = frozenset(eos_token_ids)
         self.add_bos = add_bos and bos_token_id is not None
         self.chat_template = chat_template
         self.sha256 = sha256
         self.rows = rows
-        self._bytes, self._literal = _token_tables(backend, scheme, rows)
+        self._bytes, self._literal = _token_tables(backend, vocab, scheme, rows)
         # Tokens that are whole characters on their own; the others (None) need their neighbours.
         self._texts = [_whole(data) for data in self._bytes]
-        self.known_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
+        self.known_ids = frozenset(vocab.values())
         self._may_exceed = max(self.known_ids, default=0) >= rows
 
     @property
@@ -116,18 +117,17 @@ class Detokenizer:
     __slots__ = ("_firsts", "_held", "_pending", "_stop", "_table", "_texts", "matched")
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special: bool = True) -> None:
-        if any(not text for text in stop):
-            raise TextError("a stop string is empty, it must hold at least one character")
         self._table = tokenizer._bytes if skip_special else tokenizer._literal
         self._texts = tokenizer._texts if skip_special else None
-        self._stop = tuple(stop)
-        self._firsts = frozenset(text[0] for text in stop)
         self._pending = b""  # an unfinished character
         self._held = ""  # a possible beginning of a stop string
         self.matched: str | None = None
+        self.watch(stop)
 
     def watch(self, stop: Sequence[str]) -> None:
-        """Look for these stop strings in what is pushed from now on."""
+        """Look for these stop strings in what is pushed from now on. Raises `TextError` for an empty one."""
+        if any(not text for text in stop):
+            raise TextError("a stop string is empty, it must hold at least one character")
         self._stop = tuple(stop)
         self._firsts = frozenset(text[0] for text in stop)
 
@@ -187,10 +187,11 @@ def _whole(data: bytes) -> str | None:
         return None
 
 
-def _token_tables(backend: Any, scheme: Scheme, rows: int) -> tuple[list[bytes], list[bytes]]:
+def _token_tables(
+    backend: Any, vocab: Mapping[str, int], scheme: Scheme, rows: int
+) -> tuple[list[bytes], list[bytes]]:
     """For each id the bytes of its token: (special tokens as nothing, special tokens as written)."""
     added = backend.get_added_tokens_decoder()
-    vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     spell = _byte_level if scheme == "byte_level" else _sentencepiece
     literal = [b""] * max(rows, max(vocab.values(), default=-1) + 1)
     for token, i in vocab.items():
@@ -213,10 +214,11 @@ def _byte_alphabet() -> dict[int, int]:
 
 
 _BYTE_OF: Mapping[int, int] = _byte_alphabet()
+_ALPHABET = frozenset(map(chr, _BYTE_OF))
 
 
 def _byte_level(token: str) -> bytes:
-    if any(ord(char) not in _BYTE_OF for char in token):
+    if not _ALPHABET.issuperset(token):
         return token.encode("utf-8")
     return token.translate(_BYTE_OF).encode("latin-1")
 

@@ -75,6 +75,7 @@ def load(
     try:
         file = gguf_file.read(path)
         spec = read_spec(file)
+        progress("reading the tokenizer", 0, 0)
         tokenizer = gguf_tokenizer.build(file.settings, spec.vocab_size)
     except (TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"{path.name} holds a setting of the wrong kind: {error}") from error

@@ -21,13 +21,19 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 def load_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
     """A JSON object from a file; with ``unique`` no key may occur twice. Raises `ModelError`."""
+    return _parse(path, _read(path), unique)
+
+
+def _read(path: Path) -> bytes:
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
         raise ModelError(f"{path.name} has {size} bytes, more than {MAX_JSON_BYTES} cannot be settings")
+    return path.read_bytes()
+
+
+def _parse(path: Path, raw: bytes, unique: bool = False) -> dict[str, Any]:
     try:
-        value = json.loads(
-            path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys if unique else None
-        )
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys if unique else None)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path.name} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -41,9 +47,10 @@ def load(folder: Path, config: Mapping[str, Any], rows: int) -> Tokenizer:
     if not path.is_file():
         advice = " (save it with transformers to get one)" if (folder / "tokenizer.model").exists() else ""
         raise ModelError(f"{folder.name} has no tokenizer.json{advice}")
-    data = load_json(path)
+    raw = _read(path)
+    data = _parse(path, raw)
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(raw)
     except Exception as error:  # the library raises plain Exception for whatever it cannot read
         raise ModelError(f"tokenizer.json cannot be read: {error}") from error
     settings = _optional(folder, "tokenizer_config.json")
@@ -59,8 +66,15 @@ def load(folder: Path, config: Mapping[str, Any], rows: int) -> Tokenizer:
         eos_token_ids=_eos_ids(folder, config, backend, named),
         add_bos=_adds_bos(backend, settings, bos),
         chat_template=_chat_template(folder, settings, named),
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        sha256=hashlib.sha256(raw).hexdigest(),
     )
+
+
+def _text(path: Path) -> str:
+    try:
+        return _read(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path.name} is not UTF-8 text: {error}") from error
 
 
 def _optional(folder: Path, name: str) -> dict[str, Any]:
@@ -111,7 +125,7 @@ def _chat_template(
     folder: Path, settings: Mapping[str, Any], named: Mapping[str, str]
 ) -> ChatTemplate | None:
     path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    source = _text(path) if path.is_file() else settings.get("chat_template")
     if isinstance(source, list):  # several named ones
         by_name = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = by_name.get("default")

@@ -114,6 +114,7 @@ def _load_folder(
     spec, config = read_spec(folder, max_model_len, roots)
     notes: list[str] = []
     placed = _place(folder, spec, roots, notes)
+    progress("reading the tokenizer", 0, 0)
     tokenizer = hf_tokenizer.load(folder, config, spec.vocab_size)
     own = safetensors_file.DTYPES[placed["embed"][1].dtype]
     files = sorted({file for file, _ in placed.values()})

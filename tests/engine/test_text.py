@@ -177,6 +177,17 @@ def test_a20_after_a_hit_nothing_follows(tokenizer: Tokenizer) -> None:
         Detokenizer(tokenizer, [""])
 
 
+def test_stop_strings_may_come_later(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a#b", add_special=False)
+    detokenizer = Detokenizer(tokenizer)
+    assert detokenizer.push(ids) == "a#b"
+    detokenizer.watch(["#b"])  # the one already out is out
+    assert detokenizer.push(ids) == "a"
+    assert detokenizer.matched == "#b"
+    with pytest.raises(TextError, match="a stop string is empty"):
+        detokenizer.watch([""])
+
+
 def test_a_stop_string_may_end_within_a_token(tokenizer: Tokenizer) -> None:
     (token,) = [i for i in range(ROWS) if tokenizer.token_text(i) == "the"]
     assert _one_by_one(tokenizer, [token], ["h"]) == ("t", "h")

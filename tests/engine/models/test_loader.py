@@ -369,6 +369,18 @@ def test_a_folder_without_a_usable_tokenizer_says_so(folder: Path) -> None:
         load(folder)
 
 
+def test_settings_that_are_no_text_are_refused(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja is not UTF-8"):
+        load(folder)
+    (folder / "chat_template.jinja").write_text("{% for %}", encoding="utf-8")
+    with pytest.raises(ModelError, match="chat template cannot be read"):
+        load(folder)
+    (folder / "tokenizer_config.json").write_bytes(b"\xff{}")
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json is not valid JSON"):
+        load(folder)
+
+
 def test_a_served_context_other_than_the_default(folder: Path) -> None:
     assert load(folder, max_model_len=100).info.max_model_len == 100
     with pytest.raises(ModelError, match="513 tokens was asked for"):
