@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
 
-from app.net.types import Batch, OnReply
+from app.net.types import Batch, LinkState, OnReply
 from ipc.messages import (
     ApplyEvent,
     Cfg,
@@ -31,6 +31,7 @@ from ipc.messages import (
 Patch = dict[str, KnobValue]
 MAX_RETRIES = 3
 _UNDO_DEPTH = 100
+_ENDED = (LinkState.DEAD, LinkState.OFFLINE)
 
 
 class Send(Protocol):
@@ -219,6 +220,9 @@ class KnobModel:
                 self._refuse(change, "The engine was started anew meanwhile.", {})
         for event in batch.events:
             self._applied_event(event)
+        if batch.link.state in _ENDED and self._queue:
+            for change in list(self._queue):
+                self._refuse(change, "The engine ended before it was applied.", {})
         if batch.cfg is not None:
             self.load(batch.cfg)
 

@@ -16,8 +16,6 @@ from app.model.series import Ring
 from ipc.messages import RequestRow
 
 SHOWN_ENDED = 2000
-_KEPT_ENDED = 20_000
-_KEPT_GAPS = 1_000_000  # inter-token gaps held in ended rows, all together
 _NS = 1e-9
 
 Key = tuple[int, int]  # (which engine process of this window, rid)
@@ -53,7 +51,8 @@ def tpot_s(row: RequestRow) -> float | None:
 class RequestBook:
     """See the module. Samples are rings with the columns ``t_s`` (when it was so) and ``value``."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_ended: int = 20_000, most_gaps: int = 1_000_000) -> None:
+        """Keep at most so many ended requests, and so many gaps between tokens in them all together."""
         self.rev = 0
         self.unheard = 0  # requests whose end was lost with a message
         self.ttft = Ring(("t_s", "value"), 65_536)
@@ -66,6 +65,7 @@ class RequestBook:
         self._live: dict[Key, RequestView] = {}
         self._ended: OrderedDict[Key, RequestView] = OrderedDict()
         self._gaps = 0
+        self._most_ended, self._most_gaps = most_ended, most_gaps
         self._revs: dict[Key, int] = {}
         self._ttft_seen: set[Key] = set()
 
@@ -145,7 +145,7 @@ class RequestBook:
     def _end(self, view: RequestView) -> None:
         self._ended[view.key] = view
         self._gaps += len(view.row.itl_us)
-        while len(self._ended) > 1 and (len(self._ended) > _KEPT_ENDED or self._gaps > _KEPT_GAPS):
+        while len(self._ended) > 1 and (len(self._ended) > self._most_ended or self._gaps > self._most_gaps):
             key, old = self._ended.popitem(last=False)
             self._gaps -= len(old.row.itl_us)
             self._revs.pop(key, None)

@@ -51,7 +51,7 @@ class EngineLink:
         self._process: EngineProcess | None = None
         self._connection: Connection | None = None
         self._stop_asked_s: float | None = None
-        self._relaunch: LaunchSpec | None = None
+        self._after_stop: Action | None = None
 
     # --- called by any thread --------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ class EngineLink:
     def launch(self, spec: LaunchSpec) -> None:
         """Start a managed engine (it ends with this process) and connect to it; stops the present one."""
         made = replace(spec, model=os.path.abspath(os.path.expanduser(spec.model)))
-        self._do(lambda: self._launch(made))
+        self._do(lambda: self._launch_anew(made))
 
     def attach(self, ctl: str, tel: str | None = None) -> None:
         """Connect to an engine that somebody else started; closing the link leaves it running.
@@ -171,9 +171,9 @@ class EngineLink:
             self._connection = None
         self._judge.ended(now_s, cause, process.log_tail())
         self._process, self._stop_asked_s = None, None
-        if self._relaunch is not None:
-            spec, self._relaunch = self._relaunch, None
-            self._launch(spec)
+        if self._after_stop is not None:
+            following, self._after_stop = self._after_stop, None
+            following()
 
     def _escalate(self, now_s: float) -> None:
         if self._process is None or self._stop_asked_s is None:
@@ -184,10 +184,13 @@ class EngineLink:
         elif waited_s > _TERM_AFTER_S:
             self._process.terminate()
 
+    def _launch_anew(self, spec: LaunchSpec) -> None:
+        self._judge.forget_good()
+        self._launch(spec)
+
     def _launch(self, spec: LaunchSpec) -> None:
         if self._process is not None:
-            self._relaunch = spec
-            self._stop()
+            self._stop(then=lambda: self._launch(spec))
             return
         self._drop_connection("Another engine is being started.")
         now_s = time.monotonic()
@@ -200,8 +203,8 @@ class EngineLink:
 
     def _attach(self, ctl: str, tel: str | None) -> None:
         if self._process is not None:
-            self._relaunch = None
-            self._stop()
+            self._stop(then=lambda: self._attach(ctl, tel))
+            return
         self._spec = None
         self._judge.begin(time.monotonic(), managed=False)
         self._connect(ctl, tel)
@@ -224,7 +227,9 @@ class EngineLink:
             good = self._judge.good_knobs(self._spec.knobs)
             self._launch(replace(self._spec, knobs={**good, **knobs}))
 
-    def _stop(self) -> None:
+    def _stop(self, then: Action | None = None) -> None:
+        """Stop or leave the engine; ``then`` is done once its process has ended."""
+        self._after_stop = then
         if self._process is None:
             self._drop_connection("The console has left this engine.")
             self._judge.offline(time.monotonic())
@@ -253,5 +258,4 @@ class EngineLink:
                 process.wait(_CLOSE_KILL_S)
         while self._actions:  # what was asked for meanwhile is answered too
             self._process = self._spec = None
-            action = self._actions.popleft()
-            action()
+            self._actions.popleft()()

@@ -44,8 +44,7 @@ class Judge:
         self._cause: ExitCause | None = None
         self._tail: tuple[str, ...] = ()
         self._final: tuple[LinkState, str] | None = (LinkState.OFFLINE, "")
-        self._good: dict[str, m.KnobValue] = {}
-        self._good_before: dict[str, m.KnobValue] = {}
+        self._good: dict[str, m.KnobValue] | None = None
         self._good_rev: int | None = None
         self._changed_s: float | None = None
         self._rev: int | None = None
@@ -82,7 +81,11 @@ class Judge:
 
     def good_knobs(self, launched: dict[str, m.KnobValue]) -> dict[str, m.KnobValue]:
         """What to restart with: the last good values where any became good, else those of the launch."""
-        return dict(self._good) if self._good else dict(launched)
+        return dict(launched if self._good is None else self._good)
+
+    def forget_good(self) -> None:
+        """Another engine altogether: what was good for the one before says nothing of it."""
+        self._good = None
 
     def _learn(self, now_s: float, connection: Connection) -> None:
         cfg, heartbeat = connection.mirror.cfg, connection.mirror.heartbeat
@@ -91,7 +94,7 @@ class Judge:
         if cfg.rev != self._rev:
             self._changed_s = now_s if self._rev is not None else None
             self._rev, self._rev_step = cfg.rev, heartbeat.step
-            if self._changed_s is None and not self._good:
+            if self._changed_s is None and self._good is None:
                 self._take_good(cfg)  # what it was launched with, until something better is known
         ran = heartbeat.step > self._rev_step
         aged = self._changed_s is None or now_s - self._changed_s >= GOOD_AFTER_S

@@ -78,7 +78,14 @@ class Console:
             time.sleep(0.02)
 
     def until_state(self, *states: LinkState) -> None:
-        self.until(lambda: self.session.link.state in states, f"one of {states}")
+        lost = {LinkState.FAILED, LinkState.DEAD} - set(states)
+
+        def there() -> bool:
+            link = self.session.link
+            assert link.state not in lost, f"{link.state}: {link.reason} {link.log_tail[-20:]}"
+            return link.state in states
+
+        self.until(there, f"one of {states}")
 
     def submit(self, prompt: str, max_tokens: int = 8, **sampling: Any) -> list[StreamEvent | Reply]:
         """Send a prompt; the returned list fills with its reply and its items as the clock beats."""

@@ -47,7 +47,7 @@ def test_a_frozen_and_then_a_killed_engine_are_told_apart_and_restarted(
     console: Console, tiny_model: Path
 ) -> None:
     """F09: SIGSTOP is "unresponsive" and heals; kill -9 ends five streams and a load with the cause, keeps
-    the data, and a restart brings the engine back with the configuration it had."""
+    the data, and a restart goes back to the configuration before the change that came just before the end."""
     console.link.launch(spec(tiny_model, knobs={"max_num_seqs": 8}))
     console.until_state(LinkState.READY)
     assert console.session.cfg is not None
@@ -68,6 +68,8 @@ def test_a_frozen_and_then_a_killed_engine_are_told_apart_and_restarted(
     console.until(lambda: load.poll().in_flight == 2, "the load's requests")
     streams = [console.submit(f"stream {i}", max_tokens=4000) for i in range(5)]
     console.until(lambda: all(len(items) > 1 for items in streams), "tokens of all streams")
+    console.knobs.set({"max_num_seqs": 9})
+    console.until(lambda: not console.knobs.pending, "the change")
     os.kill(pid, signal.SIGKILL)
     console.until(lambda: all(ended(items) for items in streams), "the end of all streams")
     for items in streams:
@@ -78,6 +80,7 @@ def test_a_frozen_and_then_a_killed_engine_are_told_apart_and_restarted(
     link = console.session.link
     assert (link.exit_signal, link.exit_code, link.can_restart) == (signal.SIGKILL, None, True)
     assert "SIGKILL" in link.reason
+    assert "goes back to the one before" in link.reason
     assert link.log_tail
     assert len(console.session.request_rows()) == 7
     console.until(lambda: load.poll().phase == "failed", "the load's end")
@@ -175,6 +178,33 @@ def test_an_address_that_is_none_is_told(console: Console) -> None:
     console.link.attach("carrier-pigeon://coop")
     console.until_state(LinkState.DEAD)
     assert "carrier-pigeon" in console.session.link.reason
+
+
+def test_a_change_on_its_way_when_the_engine_is_stopped_is_refused(
+    console: Console, tiny_model: Path
+) -> None:
+    console.link.launch(spec(tiny_model))
+    console.until(lambda: console.session.cfg is not None, "its configuration")
+    console.knobs.set({"prefix_cache": False})
+    console.link.stop_engine()
+    console.until_state(LinkState.OFFLINE)
+    console.until(lambda: not console.knobs.pending, "the refusal")
+
+
+def test_attaching_elsewhere_stops_the_managed_engine_first(
+    console: Console, live: Console, tiny_model: Path
+) -> None:
+    console.link.launch(spec(tiny_model))
+    console.until_state(LinkState.LOADING, LinkState.READY)
+    pid = console.session.link.pid
+    assert pid is not None
+    live.pump()
+    console.link.attach(live.session.link.endpoint)
+    console.until(lambda: console.session.link.session == live.session.link.session, "the other engine")
+    console.until_state(LinkState.READY)
+    wait_gone(pid)
+    assert not console.session.link.managed
+    assert not console.session.link.can_restart
 
 
 def test_closing_twice_and_sending_after_closing_do_no_harm(console: Console) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from app.store import bundle
 from app.store.records import Baseline
 from app.store.store import Store, StoreError
-from tests.app.builders import baseline, load_row
+from tests.app.builders import baseline, load_row, request_row
 
 _ID = "0123456789abcdef0123456789abcdef"
 
@@ -230,3 +230,21 @@ def test_show_json_is_the_whole_baseline(tmp_path: Path) -> None:
     assert shown["id"] == kept
     assert len(shown["data"]["requests"]) == 12
     assert msgspec.json.decode(done.stdout, type=Baseline).data == baseline()
+
+
+def test_bytes_tokens_and_times_beyond_31_and_53_bits_stay_exact(tmp_path: Path) -> None:
+    """E09: no number is narrowed on its way through the store and the files."""
+    big_ns, big = (1 << 63) - 1, (1 << 53) - 1
+    rows = [
+        request_row(1, 1.0, prompt_tok=1 << 31, computed_tok=big),
+        request_row(2, 1.0, arrive_ns=big_ns - 5, sched_ns=big_ns - 4, first_ns=big_ns - 3, end_ns=big_ns),
+    ]
+    data = baseline(requests=rows, step_stats={"weight_bytes": 1 << 40, "kv_bytes": big_ns})
+    store = Store(tmp_path / "a.sqlite")
+    kept = store.save_baseline(data)
+    assert store.get(kept).data == data
+    out = store.export(kept, "json", tmp_path / "x.json")
+    assert bundle.read(out)[0].data == data
+    cells = list(csv.DictReader(io.StringIO(bundle.csv_of(store.get(kept)).decode(), newline="")))
+    assert [int(cells[1]["intended_ns"]), int(cells[1]["end_ns"])] == [big_ns - 5, big_ns]
+    assert int(cells[0]["prompt_tok"]) == 1 << 31
