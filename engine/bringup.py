@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
+import msgspec
 import torch
 
 from engine.attention.base import names, probe
@@ -20,6 +22,7 @@ from engine.loop import EngineCore, Event
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
 from engine.text import Tokenizer
+from ipc import codec
 
 log = logging.getLogger("engine.bringup")
 
@@ -47,6 +50,11 @@ def bring_up(
         progress=progress,
         max_model_len=config.max_model_len,
     )
+    # A file's name may hold bytes that are no text, which no message can carry.
+    told = msgspec.structs.replace(
+        loaded.info, name=codec.clip(loaded.info.name), path=codec.clip(loaded.info.path)
+    )
+    loaded = replace(loaded, info=told)
     for note in loaded.notes:
         log.info("%s", note)
     progress("measuring the device", 0, 0)

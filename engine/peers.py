@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from ipc import codec
@@ -193,3 +194,12 @@ class Peer:
     def _drop(self) -> None:
         self._queue.clear()
         self._queued_tokens = 0
+
+
+def fitting(done: m.Done) -> m.Done:
+    """The end of a request with its message made fit to be sent: errors of libraries can be very long."""
+    message = codec.clip(done.message)
+    if message == done.message:
+        return done
+    row = msgspec.structs.replace(done.row, message=message)
+    return msgspec.structs.replace(done, message=message, row=row)

@@ -70,6 +70,8 @@ class Publisher:
 
     def request(self, row: m.RequestRow, now_s: float) -> None:
         """Queue a request's row; an older one of it that has not gone out is replaced."""
+        if row.message:
+            row = msgspec.structs.replace(row, message=codec.clip(row.message))
         self._new_requests[row.rid] = row
         self._ended_n += row.state == "finished"
         self._schedule(now_s)
@@ -82,6 +84,7 @@ class Publisher:
     def apply(self, event: m.ApplyEvent) -> None:
         """Publish the end of a configuration change."""
         self.flush()  # rows of steps before it go first
+        event = msgspec.structs.replace(event, why=codec.clip(event.why))
         self.applies.append(event)
         self.publish(event)
 

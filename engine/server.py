@@ -20,7 +20,7 @@ from engine.commands import Commands
 from engine.inbox import Inbox
 from engine.lifetime import ExitCode, Lifetime
 from engine.monitor import GpuMonitor, ProcessSampler
-from engine.peers import Job, Peer
+from engine.peers import Job, Peer, fitting
 from engine.publisher import Publisher
 from ipc import codec
 from ipc import messages as m
@@ -198,11 +198,14 @@ class EngineServer:
             item = self.inbox.take()
             if item is None:
                 break
-            if callable(item):
-                item()
-            else:
-                for event in item:
-                    self._event(event, now)
+            for work in (item,) if callable(item) else item:
+                try:  # each by itself: one that fails must not take the others' tokens with it
+                    if callable(work):
+                        work()
+                    else:
+                        self._event(work, now)
+                except Exception:
+                    log.exception("the I/O thread met an error in %s and goes on", type(work).__name__)
         else:
             self.inbox.wake()
         while (line := self.inbox.take_log()) is not None:
@@ -229,6 +232,8 @@ class EngineServer:
             return
         if not job.accepted:
             self.accept(job)
+        if isinstance(item, m.Done):
+            item = fitting(item)
         job.peer.send(self._ctl, item, now_s)
         if isinstance(item, m.Done):
             del self.jobs[item.rid]

@@ -31,7 +31,13 @@ LONG = m.Sampling(max_tokens=4000, ignore_eos=True)
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
     """An engine that may open 256 files; ``while_loading`` is what it answered before it had a model."""
     folder = tmp_path_factory.mktemp("Модели ü 空 x")
-    running = EngineUnderTest(write_model(folder / "m"), "--vanish-grace-s", "0.5", "--check", max_files=256)
+    running = EngineUnderTest(
+        write_model(folder / os.fsdecode(b"no text \xff")),
+        "--vanish-grace-s",
+        "0.5",
+        "--check",
+        max_files=256,
+    )
     with running.client() as client:
         running.while_loading = _ask_everything(client)  # type: ignore[attr-defined]
         client.wait_ready(240.0)
@@ -77,7 +83,7 @@ def _hello(**changes: Any) -> m.Hello:
 
 
 def test_it_answers_while_it_loads(engine: EngineUnderTest) -> None:
-    """B10, E12: before the model is there, from a path with spaces and other alphabets."""
+    """B10, E12: before the model is there, from a path with spaces, other alphabets and no text at all."""
     answers = engine.while_loading  # type: ignore[attr-defined]
     assert answers["snapshot"].state.phase in ("starting", "loading")
     assert answers["cfg"].rev == 0

@@ -1,0 +1,119 @@
+"""What the server keeps for each client, over real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from engine.peers import Peer, TokenBucket, fitting
+from ipc import codec
+from ipc import messages as m
+from tests.ipc.samples import request_row
+
+Pair = tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """A ROUTER as the engine has it, and a DEALER named ``me`` that takes a few messages only."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
+        for socket in (router, dealer):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVTIMEO, 20_000)
+            socket.setsockopt(zmq.SNDHWM, 2)
+            socket.setsockopt(zmq.RCVHWM, 2)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.bind("inproc://peers")
+        dealer.setsockopt(zmq.IDENTITY, b"me")
+        dealer.connect("inproc://peers")
+        dealer.send(b"hello")
+        router.recv_multipart()
+        yield router, dealer
+
+
+def _tokens(rid: int, index: int) -> m.Tokens:
+    return m.Tokens(rid=rid, index=index, ids=[index], text=f"{index} ", t_ns=[index])
+
+
+def test_waiting_tokens_are_merged_in_order_and_the_end_comes_last(pair: Pair) -> None:
+    """A36: nothing is lost for a client that reads late."""
+    router, dealer = pair
+    peer = Peer(b"me", "slow", 0.0)
+    for index in range(50):
+        for rid in (1, 2):
+            peer.send(router, _tokens(rid, index), 1.0)
+    for rid in (1, 2):
+        peer.send(router, m.Done(rid=rid, finish="length", row=request_row(rid)), 1.0)
+    assert peer.blocked
+    texts: dict[int, str] = {1: "", 2: ""}
+    ended: list[int] = []
+    messages = 0
+    while len(ended) < 2:
+        tries = 0
+        while not dealer.poll(10):  # as the server does, again and again
+            peer.flush(router, 2.0)
+            tries += 1
+            assert tries < 1000
+        item = codec.decode_reply(dealer.recv_multipart())
+        messages += 1
+        if isinstance(item, m.Tokens):
+            assert item.rid not in ended
+            assert item.index == len(texts[item.rid].split())
+            texts[item.rid] += item.text
+        if isinstance(item, m.Done):
+            ended.append(item.rid)
+    assert texts[1] == texts[2] == "".join(f"{n} " for n in range(50))
+    assert messages < 20
+    assert not peer.blocked
+
+
+def test_a_client_that_lets_too_much_wait_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B09: memory for one client is bounded."""
+    monkeypatch.setattr("engine.peers.MAX_QUEUED_TOKENS", 100)
+    router, _ = pair
+    peer = Peer(b"me", "dead", 0.0)
+    sent = 0
+    while not peer.overrun:
+        peer.send(router, _tokens(1, sent), 1.0)
+        sent += 1
+        assert sent < 1000
+    assert sent > 100
+    assert not peer.blocked, "what waited was thrown away"
+
+
+def test_a_client_that_left_is_noticed_when_something_is_sent(pair: Pair) -> None:
+    router, _ = pair
+    peer = Peer(b"nobody", "gone", 0.0)
+    peer.probe(router, 1, 3.0)
+    assert peer.is_gone()
+    assert peer.gone_since_s == 3.0
+    peer.send(router, _tokens(1, 0), 4.0)
+    assert not peer.blocked
+
+
+def test_only_the_newest_answers_are_kept() -> None:
+    peer = Peer(b"me", "x", 0.0)
+    for command_id in range(1, 301):
+        peer.remember(command_id, b"%d" % command_id)
+    assert peer.cached(300) == b"300"
+    assert peer.cached(45) == b"45"
+    assert peer.cached(44) is None
+
+
+def test_the_rate_limit_says_when_to_come_back() -> None:
+    bucket = TokenBucket(rate=10.0, burst=3.0, now_s=0.0)
+    assert [bucket.take(0.0) for _ in range(4)] == [0, 0, 0, 100]
+    assert bucket.take(0.05) == 50
+    assert bucket.take(0.1) == 0
+    assert [bucket.take(100.0) for _ in range(4)] == [0, 0, 0, 100], "rest does not add up beyond the burst"
+
+
+def test_a_long_error_is_cut_so_that_the_end_arrives() -> None:
+    done = m.Done(
+        rid=1, finish="error", row=request_row(1, message="x" * 9000), code="oom", message="x" * 9000
+    )
+    sent = codec.decode_reply([codec.encode(fitting(done))])
+    assert isinstance(sent, m.Done)
+    assert len(sent.message) == len(sent.row.message) == 4096
