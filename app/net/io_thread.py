@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import sys
@@ -32,6 +33,7 @@ _TERM_AFTER_S, _KILL_AFTER_S = 1.5, 3.0  # of a stop, since the lifetime pipe wa
 _CLOSE_KILL_S = 0.8  # the same when the console itself is closing
 
 Action = Callable[[], None]
+log = logging.getLogger("app.net")
 
 
 class EngineLink:
@@ -99,7 +101,11 @@ class EngineLink:
         """Everything new since the last call; runs the callbacks that are due, on this thread."""
         batch, callbacks = self._inbox.take(time.monotonic())
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:
+                # Reported like any uncaught error; the batch and the other callers' replies are not lost.
+                sys.excepthook(*sys.exc_info())
         return batch
 
     def close(self) -> None:
@@ -125,13 +131,23 @@ class EngineLink:
         self._context = context
         try:
             while not self._closing.is_set():
-                self._wait()
-                while self._actions:
-                    self._actions.popleft()()
-                self._turn(time.monotonic())
+                try:
+                    self._wait()
+                    while self._actions:
+                        self._actions.popleft()()
+                    self._turn(time.monotonic())
+                except Exception as error:
+                    self._failed(error)
         finally:
             self._shut_down()
             context.destroy(linger=0)
+
+    def _failed(self, error: Exception) -> None:
+        """A fault of our own: say so, drop the connection, and stay able to connect again."""
+        log.exception("the link to the engine failed")
+        reason = f"The console's link to the engine failed: {type(error).__name__}: {error}. Connect again."
+        self._drop_connection(reason)
+        self._judge.not_started(time.monotonic(), reason)
 
     def _wait(self) -> None:
         poller = zmq.Poller()

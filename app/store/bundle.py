@@ -28,7 +28,7 @@ from app.store.records import (
     ExportFormat,
 )
 
-MAX_BUNDLE_BYTES = 1 << 30
+MAX_BUNDLE_BYTES = 256 << 20
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 

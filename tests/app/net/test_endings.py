@@ -68,6 +68,9 @@ def test_a_frozen_and_then_a_killed_engine_are_told_apart_and_restarted(
     console.until(lambda: load.poll().in_flight == 2, "the load's requests")
     streams = [console.submit(f"stream {i}", max_tokens=4000) for i in range(5)]
     console.until(lambda: all(len(items) > 1 for items in streams), "tokens of all streams")
+    guest = Console()  # somebody else, attached to the same engine
+    guest.link.attach(console.session.link.endpoint)
+    guest.until_state(LinkState.READY)
     console.knobs.set({"max_num_seqs": 9})
     console.until(lambda: not console.knobs.pending, "the change")
     os.kill(pid, signal.SIGKILL)
@@ -92,6 +95,11 @@ def test_a_frozen_and_then_a_killed_engine_are_told_apart_and_restarted(
     console.until(lambda: replies, "an answer though there is no engine")
     assert isinstance(replies[0], Error)
 
+    guest.until_state(LinkState.DEAD)
+    assert "closed the connection" in guest.session.link.reason
+    assert not guest.session.link.can_restart
+    guest.close()
+
     first = console.session.link.session
     console.link.restart()
     console.until(lambda: console.session.link.session not in (None, first), "another engine process")
@@ -107,7 +115,14 @@ def test_a_frozen_and_then_a_killed_engine_are_told_apart_and_restarted(
     assert not alive(second)
 
 
-def test_closing_the_console_ends_an_engine_that_is_still_loading(tiny_model: Path) -> None:
+def test_closing_the_console_ends_an_engine_that_is_still_loading(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E12: the temporary folder's path holds spaces and letters of several scripts, too."""
+    odd = tmp_path / "врем ü 空 x"
+    odd.mkdir()
+    monkeypatch.setenv("TMPDIR", str(odd))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     made = Console()
     made.link.launch(spec(tiny_model))
     made.until_state(LinkState.LOADING, LinkState.READY)

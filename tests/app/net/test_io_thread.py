@@ -183,3 +183,32 @@ def test_a_baseline_of_the_live_window_holds_raw_rows_and_the_configuration(
     live.session.window_s = 30.0
     with pytest.raises(StoreError, match="nothing to keep"):
         from_live(live.session, "none", newest=0)
+
+
+def test_an_error_in_one_callback_is_reported_and_loses_nothing(
+    live: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[object] = []
+    monkeypatch.setattr("sys.excepthook", lambda kind, error, trace: reported.append(kind))
+    replies: list[Reply] = []
+    live.link.send(Ping(id=1), lambda reply: 1 / 0)  # type: ignore[arg-type, return-value]
+    live.link.send(Ping(id=1), replies.append)
+    live.until(lambda: replies, "the second reply")
+    assert reported == [ZeroDivisionError]
+
+
+def test_a_fault_of_the_links_own_thread_is_told_and_a_new_connection_works(
+    live: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Console()
+    try:
+        other.link.attach(live.session.link.endpoint)
+        other.until_state(LinkState.READY)
+        with monkeypatch.context() as patch:
+            patch.setattr(other.link._inbox, "collect", lambda connection: 1 / 0)
+            other.until_state(LinkState.DEAD)
+        assert "ZeroDivisionError" in other.session.link.reason
+        other.link.attach(live.session.link.endpoint)
+        other.until(lambda: other.session.link.state is LinkState.READY, "a new connection")
+    finally:
+        other.close()
