@@ -8,9 +8,7 @@ device. A folder without tokenizer.json gets a byte-level stand-in, and a note t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import AddedToken
@@ -18,45 +16,35 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from engine.models import hf_tokenizer
+from engine.models import hf_folder, hf_tokenizer
 from engine.models.errors import ModelError
+from engine.models.loaded import Asked, LoadedModel, finish
 from engine.models.reading import Meter, Progress, allocate
 from engine.models.spec import ModelSpec
 from engine.text import Tokenizer
-
-if TYPE_CHECKING:
-    from engine.models.loader import LoadedModel
 
 STD = 0.02
 BYTE_TOKENIZER = "byte-fallback"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(
-    folder: Path,
-    asked: Path,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    progress: Progress,
-    max_model_len: int | None,
-    roots: Sequence[Path],
-) -> LoadedModel:
+def load(folder: Path, asked: Asked) -> LoadedModel:
     """Make the model that the folder's config.json describes. See `engine.models.loader.load_model`."""
-    from engine.models.loader import finish, read_spec
-
     if not folder.is_dir():
-        raise ModelError(f"{asked} is no folder: dummy weights are made from a folder's config.json")
-    spec, config = read_spec(folder, max_model_len, roots)
+        raise ModelError(f"{asked.path} is no folder: dummy weights are made from a folder's config.json")
+    spec, config = hf_folder.read_spec(folder, asked)
     notes = ["the weights are random (dummy): speed and memory are real, the text is noise"]
     if (folder / "tokenizer.json").is_file():
         tokenizer = hf_tokenizer.load(folder, config, spec.vocab_size)
     else:
         tokenizer = byte_tokenizer(spec.vocab_size)
         notes.append(f"there is no tokenizer.json, so texts are split into bytes ({BYTE_TOKENIZER})")
+    dtype = asked.dtype
     if dtype is None:
         named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         dtype = _DTYPES.get(named.removeprefix("torch."), torch.bfloat16)
-    return finish(spec, make_weights(spec, dtype, device, progress), tokenizer, asked, "dummy", "", notes)
+    weights = make_weights(spec, dtype, asked.device, asked.progress)
+    return finish(spec, weights, tokenizer, asked.path, "dummy", "", notes)
 
 
 def make_weights(

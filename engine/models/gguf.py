@@ -11,19 +11,17 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
 from engine.models import gguf_file, gguf_tokenizer
 from engine.models.errors import ModelError
 from engine.models.gguf_file import GgufFile, Tensor
-from engine.models.reading import Meter, Progress, allocate, listing, read_exactly, read_plain
+from engine.models.loaded import Asked, LoadedModel, finish, hash_files
+from engine.models.reading import Meter, allocate, listing, read_exactly, read_plain
 from engine.models.rope import RopeSpec
 from engine.models.spec import Architecture, ModelSpec
-
-if TYPE_CHECKING:
-    from engine.models.loader import LoadedModel
 
 ARCHITECTURES: dict[str, Architecture] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -61,31 +59,20 @@ def find(path: Path) -> Path | None:
     return files[0] if files else None
 
 
-def load(
-    path: Path,
-    asked: Path,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    progress: Progress,
-    max_model_len: int | None,
-) -> LoadedModel:
-    """Load the file ``path``, which the user named ``asked``. See `engine.models.loader.load_model`."""
-    from engine.models.loader import finish, hash_files
-
+def load(path: Path, asked: Asked) -> LoadedModel:
+    """Load the file ``path``. See `engine.models.loader.load_model`."""
     try:
         file = gguf_file.read(path)
-        spec = read_spec(file)
-        progress("reading the tokenizer", 0, 0)
+        spec = asked.served(read_spec(file))
+        asked.progress("reading the tokenizer", 0, 0)
         tokenizer = gguf_tokenizer.build(file.settings, spec.vocab_size)
     except (TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"{path.name} holds a setting of the wrong kind: {error}") from error
-    if max_model_len is not None:
-        spec = spec.served(max_model_len)
     placed = _place(file, spec)
     with ThreadPoolExecutor(1) as background:
         digest = background.submit(hash_files, [path])
-        weights = _read(file, spec, placed, dtype or _own_dtype(placed), device, progress)
-        return finish(spec, weights, tokenizer, asked, "gguf", digest.result(), [])
+        weights = _read(file, spec, placed, asked)
+        return finish(spec, weights, tokenizer, asked.path, "gguf", digest.result(), [])
 
 
 def read_spec(file: GgufFile) -> ModelSpec:
@@ -263,16 +250,15 @@ def _read(
     file: GgufFile,
     spec: ModelSpec,
     placed: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress,
+    asked: Asked,
 ) -> dict[str, torch.Tensor]:
     total = sum(_nbytes(name, tensor) for name, tensor in placed.items())
-    meter = Meter("reading weights", total, progress)
+    meter = Meter("reading weights", total, asked.progress)
+    dtype = asked.dtype or _own_dtype(placed)
     weights: dict[str, torch.Tensor] = {}
     with file.path.open("rb", buffering=0) as data:
         for name, tensor in sorted(placed.items(), key=lambda item: item[1].offset):
-            target = allocate(name, tensor.shape, dtype, device)
+            target = allocate(name, tensor.shape, dtype, asked.device)
             data.seek(tensor.offset)
             if tensor.kind in PLAIN:
                 read_plain(data, PLAIN[tensor.kind], target, meter)

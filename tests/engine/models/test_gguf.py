@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.models import gguf_file
 from engine.models.errors import ModelError
+from engine.models.hf_folder import hf_name
 from engine.models.loader import LoadedModel, load_model
 from tests import tiny_models
 from tests.engine.models import gguf_files
@@ -272,11 +273,9 @@ def test_i05_the_demo_model_speaks(demo: LoadedModel) -> None:
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
         tie_word_embeddings=True,
     )
-    from engine.models.loader import _hf_name
-
     with torch.device("meta"):
         model = tiny_models.transformers.LlamaForCausalLM(config)
-    state = {_hf_name(name): weight for name, weight in demo.weights.items()}
+    state = {hf_name(name): weight for name, weight in demo.weights.items()}
     model.load_state_dict(state | {"lm_head.weight": demo.weights["embed"]}, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     prompt = demo.tokenizer.apply_chat_template([("user", "What is the capital of France?")])
