@@ -135,7 +135,7 @@ def _product_flops(device: torch.device, dtype: torch.dtype) -> float:
     x = torch.ones(n, n)
     # The likeliest winner first; one call tells whether another deserves its time.
     for form in reversed(candidates(dtype, device)):
-        apply, inputs = form.build(weight, None), x.to(form.weight_dtype)
+        apply, inputs = form.build(weight, None, form.weight_dtype), x.to(form.weight_dtype)
         start = time.perf_counter()
         apply(inputs)
         if 2 * n**3 / (time.perf_counter() - start) > best / 2:

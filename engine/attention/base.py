@@ -48,13 +48,14 @@ class AttentionPlan(Protocol):
         """Attention of one layer, whose new keys and values are in the pool already.
 
         q: [tokens, heads, head_dim]. k, v: the step's new keys and values as the pool holds them,
-        [tokens, kv_heads, head_dim]. Returns [tokens, heads * head_dim] in q's dtype.
+        [tokens, kv_heads, head_dim]. Returns [tokens, heads * head_dim] in the dtype
+        of q or of the pool.
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention. Stateless between steps."""
+    """A way to compute attention. Keeps nothing between steps but scratch memory."""
 
     name: str
 

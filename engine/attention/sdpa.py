@@ -23,6 +23,9 @@ from engine.kv_cache import KVCache
 from engine.models.spec import ModelSpec
 
 BUCKET_COST_TOKENS = 512  # what one more bucket costs a layer, in gathered tokens
+BUCKET_BYTES = (
+    2 << 20
+)  # of keys and values that a CPU gathers at once, so that they are still cached when used
 QUERY_TILE = 512  # new tokens of a chunk that share one mask
 
 
@@ -62,12 +65,29 @@ class SdpaAttention:
 
     name = "sdpa"
 
+    def __init__(self) -> None:
+        self._scratch: tuple[Tensor, Tensor] | None = None
+
     def plan(self, rows: Rows, kv: KVCache, spec: ModelSpec, to_device: ToDevice) -> AttentionPlan:
         per_window = {
             window: (_plan_buckets(rows, kv, window, to_device), _plan_chunks(rows, kv, window, to_device))
             for window in dict.fromkeys(spec.layer_windows)
         }
-        return _SdpaPlan(per_window, kv, spec)
+        gathered = [bucket.blocks for buckets, _ in per_window.values() for bucket in buckets]
+        gathered += [c.blocks for _, chunks in per_window.values() for c in chunks if c.blocks is not None]
+        most = max(map(len, gathered), default=0)
+        return _SdpaPlan(per_window, kv, spec, self._scratch_for(most, kv))
+
+    def _scratch_for(self, blocks: int, kv: KVCache) -> tuple[Tensor, Tensor]:
+        """Memory for keys and values of that many blocks, kept: fresh pages cost more than the copy."""
+        size = blocks * kv.k[0][: kv.block_size].numel()
+        held = self._scratch
+        if held is None or held[0].dtype != kv.dtype or held[0].device != kv.device or len(held[0]) < size:
+            held = self._scratch = (
+                torch.empty(size, dtype=kv.dtype, device=kv.device),
+                torch.empty(size, dtype=kv.dtype, device=kv.device),
+            )
+        return held
 
 
 class _SdpaPlan:
@@ -76,7 +96,9 @@ class _SdpaPlan:
         per_window: dict[int | None, tuple[list[_Bucket], list[_Chunk]]],
         kv: KVCache,
         spec: ModelSpec,
+        scratch: tuple[Tensor, Tensor],
     ) -> None:
+        self.scratch = scratch
         self.parts = [per_window[window] for window in spec.layer_windows]
         self.kv = kv
         self.kv_heads = spec.num_kv_heads
@@ -89,19 +111,20 @@ class _SdpaPlan:
         parts = [self._single(layer, queries, bucket) for bucket in buckets]
         for chunk in chunks:
             parts += self._several(layer, queries, k, v, chunk)
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out.to(q.dtype)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _gather(self, cache: Tensor, blocks: Tensor) -> Tensor:
-        """The tokens of these blocks, [tokens, kv_heads, head_dim]."""
+    def _gather(self, cache: Tensor, blocks: Tensor, scratch: Tensor) -> Tensor:
+        """The tokens of these blocks, [tokens, kv_heads, head_dim], in scratch memory."""
         paged = cache.view(self.kv.num_blocks, -1)
-        return paged.index_select(0, blocks).view(-1, self.kv_heads, self.head_dim)
+        out = scratch[: len(blocks) * paged.shape[1]].view(len(blocks), -1)
+        torch.index_select(paged, 0, blocks, out=out)
+        return out.view(-1, self.kv_heads, self.head_dim)
 
     def _single(self, layer: int, q: Tensor, bucket: _Bucket) -> Tensor:
         count = bucket.last - bucket.first
         shape = (count, -1, self.kv_heads, self.head_dim)
-        keys = self._gather(self.kv.k[layer], bucket.blocks).view(shape).transpose(1, 2)
-        values = self._gather(self.kv.v[layer], bucket.blocks).view(shape).transpose(1, 2)
+        keys = self._gather(self.kv.k[layer], bucket.blocks, self.scratch[0]).view(shape).transpose(1, 2)
+        values = self._gather(self.kv.v[layer], bucket.blocks, self.scratch[1]).view(shape).transpose(1, 2)
         queries = q[bucket.first : bucket.last].view(count, self.kv_heads, self.group, self.head_dim)
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bucket.mask).reshape(count, -1)
 
@@ -109,8 +132,8 @@ class _SdpaPlan:
         if chunk.blocks is None:
             keys, values = k[chunk.first : chunk.last], v[chunk.first : chunk.last]
         else:
-            keys = self._gather(self.kv.k[layer], chunk.blocks)
-            values = self._gather(self.kv.v[layer], chunk.blocks)
+            keys = self._gather(self.kv.k[layer], chunk.blocks, self.scratch[0])
+            values = self._gather(self.kv.v[layer], chunk.blocks, self.scratch[1])
         keys, values = self._per_head(keys), self._per_head(values)
         out = []
         for tile in chunk.tiles:
@@ -140,7 +163,8 @@ def _plan_buckets(rows: Rows, kv: KVCache, window: int | None, to_device: ToDevi
     first_block, last_block = oldest // size, (lengths - 1) // size
     counts = last_block - first_block + 1
     buckets = []
-    for first, last in _split(counts, max(1, BUCKET_COST_TOKENS // size)):
+    most = BUCKET_BYTES // (2 * kv.k[0][:size].nbytes) if kv.device.type == "cpu" else 1 << 60
+    for first, last in _split(counts, max(1, BUCKET_COST_TOKENS // size), most):
         here = slice(first, last)
         width = int(counts[here].max())
         wanted = first_block[here, None] + np.arange(width)
@@ -156,17 +180,21 @@ def _plan_buckets(rows: Rows, kv: KVCache, window: int | None, to_device: ToDevi
     return buckets
 
 
-def _split(counts: Ints, cost: int) -> list[tuple[int, int]]:
+def _split(counts: Ints, cost: int, most: int) -> list[tuple[int, int]]:
     """Ranges of rows to gather together; ``counts`` are their blocks, about falling.
 
-    A new range starts where all rows from there on would otherwise be padded by more than ``cost`` blocks.
+    A new range starts where all rows from there on would otherwise be padded by more than ``cost`` blocks,
+    and where the range would grow over ``most`` blocks.
     """
     ranges, first = [], 0
     values, total = counts.tolist(), len(counts)
+    widest = values[0]
     for row in range(1, total):
-        if (max(values[first:row]) - values[row]) * (total - row) > cost:
+        widest = max(widest, values[row])
+        padded = (widest - values[row]) * (total - row) > cost
+        if padded or widest * (row + 1 - first) > most:
             ranges.append((first, row))
-            first = row
+            first, widest = row, values[row]
     ranges.append((first, total))
     return ranges
 

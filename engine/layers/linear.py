@@ -29,7 +29,9 @@ Apply = Callable[[Tensor], Tensor]
 PROBE_ROWS = (1, 4, 32, 128)
 """Numbers of rows that are measured. A choice holds from its number up to the one before the next."""
 PACK_ROWS = 32  # the number of rows that oneDNN lays a packed weight out for; it serves all others well
-EXTRA_FORM_GAIN = 0.9  # a second copy of the weights must take at most this part of the time without it
+EXTRA_FORM_GAIN = 0.75  # a second copy of the weights must take at most this part of the time without it
+MANY_ROWS_SAMPLES = 4  # weights that are enough to measure a product of many rows
+HOPELESS = 2.0  # a form that takes this many times as long as another is not measured further
 MEMORY_MARGIN = 0.5  # and may take at most this part of the memory that is free
 
 
@@ -41,15 +43,15 @@ class Form:
     weight_dtype: torch.dtype
     packed: bool
 
-    def build(self, weight: Tensor, bias: Tensor | None) -> Apply:
-        """The function x [rows, in] -> [rows, out], in x's dtype, holding the weight in this form."""
+    def build(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Apply:
+        """The function x [rows, in] of any dtype -> [rows, out], holding the weight in this form."""
         dtype = self.weight_dtype
         held = weight.to(dtype)
         held_bias = None if bias is None else bias.to(dtype)
         if not self.packed:
 
             def dense(x: Tensor) -> Tensor:
-                return F.linear(x.to(dtype), held, held_bias).to(x.dtype)
+                return F.linear(x.to(dtype), held, held_bias).to(out_dtype)
 
             return dense
         layout = torch.ops.mkldnn._reorder_linear_weight(held, PACK_ROWS)
@@ -57,7 +59,7 @@ class Form:
 
         def packed(x: Tensor) -> Tensor:
             y: Tensor = product(x.to(dtype), layout, held_bias, "none", [], "")
-            return y.to(x.dtype)
+            return y.to(out_dtype)
 
         return packed
 
@@ -95,13 +97,18 @@ class Choice:
 
 
 class Linear:
-    """``y = x @ weight.T + bias`` for x of shape [rows, in]; the form follows the number of rows."""
+    """``y = x @ weight.T + bias`` for x of shape [rows, in]; the form follows the number of rows.
+
+    x may have any dtype, y has ``out_dtype``.
+    """
 
     __slots__ = ("_apply", "_from_rows", "nbytes", "shape")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, choice: Choice) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, choice: Choice, out_dtype: torch.dtype = torch.float32
+    ) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
-        built = {form: form.build(weight, bias) for form in choice.distinct}
+        built = {form: form.build(weight, bias, out_dtype) for form in choice.distinct}
         # Largest first, so that the first entry that is not above the rows is the one.
         self._from_rows = tuple(reversed(choice.from_rows))
         self._apply = tuple(built[form] for form in reversed(choice.forms))
@@ -145,7 +152,7 @@ def choose(
 ) -> Choice:
     """Measure the candidates on ``samples`` ([out, in] weights of one dtype) and choose by number of rows.
 
-    A second form of all ``total_elements`` weights is only taken where it saves a tenth of the time or more
+    A second form of all ``total_elements`` weights is only taken where it saves a quarter of the time or more
     and fits into half of the free memory (``free_bytes``, by default what the system reports). Takes some
     tenths of a second on a CPU; on other devices there is one candidate and nothing is measured.
     """
@@ -182,16 +189,27 @@ def _merge(chosen: Sequence[Form]) -> Choice:
 
 
 def _measure(forms: Sequence[Form], samples: Sequence[Tensor]) -> dict[Form, dict[int, float]]:
-    """Seconds of one pass over the samples for each form and number of rows, the best of some passes."""
-    built = {form: [(w.shape[1], form.build(w, None)) for w in samples] for form in forms}
+    """Seconds of one pass over samples for each form and number of rows, the best of some passes.
+
+    Few rows pass over all samples, which shall not fit into caches, for the whole model does not; many rows
+    pass over the first ones only. A form that is hopeless for 32 rows is not measured for more: its time is
+    infinite there.
+    """
+    built = {form: [(w.shape[1], form.build(w, None, torch.float32)) for w in samples] for form in forms}
     times: dict[Form, dict[int, float]] = {form: {} for form in forms}
-    for rows in PROBE_ROWS:
-        inputs = {cols: torch.ones(rows, cols) for _, cols in (w.shape for w in samples)}
+    few, some, many = PROBE_ROWS[:2], PROBE_ROWS[2], PROBE_ROWS[3]
+    for rows in (some, many, *few):
+        inputs = {w.shape[1]: torch.ones(rows, w.shape[1]) for w in samples}
         best = float("inf")
-        for form in forms:
-            took = min(_pass_s(built[form], inputs) for _ in range(2))
-            if took < 2 * best:  # the hopeless ones are not measured again
-                took = min(took, *(_pass_s(built[form], inputs) for _ in range(3)))
+        used = slice(None) if rows in few else slice(MANY_ROWS_SAMPLES)
+        # The last form is the likeliest winner, and lets the others be dropped early.
+        for form in reversed(forms):
+            if rows == many and times[form][some] > HOPELESS * min(t[some] for t in times.values()):
+                times[form][rows] = float("inf")
+                continue
+            took = min(_pass_s(built[form][used], inputs) for _ in range(2))
+            if took < HOPELESS * best:
+                took = min(took, *(_pass_s(built[form][used], inputs) for _ in range(2)))
             times[form][rows] = took
             best = min(best, took)
     return times

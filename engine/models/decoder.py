@@ -65,7 +65,8 @@ class Decoder:
         self.embed = take("embed")
         self.layers = [self._layer(take, i) for i in range(spec.num_layers)]
         self.norm = take("norm").to(self.activation_dtype)
-        self.head = Linear(self.embed if spec.tie_word_embeddings else take("head"), None, self.choice)
+        head = self.embed if spec.tie_word_embeddings else take("head")
+        self.head = Linear(head, None, self.choice, torch.float32)
         self.rotary = RotaryTable(spec.rope, max_len, device)
 
     def _choose(self, weights: MutableMapping[str, Tensor]) -> Choice:
@@ -88,7 +89,7 @@ class Decoder:
         def linear(names: tuple[str, ...], bias: bool) -> Linear:
             weight = take.fused(*(f"{at}{name}.weight" for name in names))
             added = take.fused(*(f"{at}{name}.bias" for name in names)) if bias else None
-            return Linear(weight, added, self.choice)
+            return Linear(weight, added, self.choice, act)
 
         head_norm = None
         if spec.qk_norm:
@@ -137,7 +138,7 @@ class Decoder:
             x += layer.mlp(rms_norm(x, layer.post_norm, eps))
         if logit_rows is not None:
             x = x.index_select(0, logit_rows)
-        return self.head(rms_norm(x, self.norm, eps)).float()
+        return self.head(rms_norm(x, self.norm, eps))
 
     @property
     def weight_bytes(self) -> int:

@@ -22,7 +22,9 @@ def test_every_form_computes_the_product(dtype: torch.dtype, with_bias: bool) ->
             x = torch.randn(rows, 36, generator=generator)
             exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
             got = Linear(weight, bias, Choice((1,), (form,)))(x)
-            assert got.dtype == x.dtype
+            assert got.dtype == torch.float32
+            half = Linear(weight, bias, Choice((1,), (form,)), torch.bfloat16)(x.bfloat16())
+            assert half.dtype == torch.bfloat16
             bound = 1e-5 if form.weight_dtype == torch.float32 else 0.02
             torch.testing.assert_close(got.double(), exact, rtol=bound, atol=bound * 10)
 
