@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -45,6 +46,9 @@ from ipc.endpoints import (
     write_connection,
 )
 
+if TYPE_CHECKING:
+    from ipc.security import KeyPair
+
 log = logging.getLogger("engine")
 
 
@@ -56,13 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = engine_config(options)
         ctl, tel = _addresses(options)
-    except (ConfigError, EndpointError) as error:
+        curve = _keys(options.curve)
+    except (ConfigError, EndpointError, OSError, ValueError) as error:
         print(f"decodeck-engine: {error}", file=sys.stderr)
         return ExitCode.BAD_CONFIG
     _set_environment(config)
     lifetime = Lifetime()
     try:
-        server = _serve(options, config, ctl, tel, lifetime)
+        server = _serve(options, config, ctl, tel, lifetime, curve)
     except LockHeld as error:
         print(f"decodeck-engine: {error}", file=sys.stderr)
         return ExitCode.LOCK_HELD
@@ -92,8 +97,12 @@ def _list_knobs(*, as_json: bool) -> int:
 
 def _addresses(options: argparse.Namespace) -> tuple[Address, Address]:
     name = options.name or f"engine-{os.getpid()}"
-    ctl = check_address(options.ctl) if options.ctl else default_address(name)
-    tel = check_address(options.tel) if options.tel else telemetry_address(ctl)
+
+    def check(url: str) -> Address:
+        return check_address(url, curve=options.curve is not None, allow_remote=options.allow_remote)
+
+    ctl = check(options.ctl) if options.ctl else default_address(name)
+    tel = check(options.tel) if options.tel else telemetry_address(ctl)
     return ctl, tel
 
 
@@ -118,8 +127,22 @@ def _cpus() -> int:
     return os.cpu_count() or 1
 
 
+def _keys(directory: Path | None) -> tuple[KeyPair, frozenset[bytes]] | None:
+    """This engine's keys and those it lets in. Raises `KeyFileError`, `EndpointError` or OSError."""
+    if directory is None:
+        return None
+    from ipc.security import authorized, key_pair
+
+    return key_pair(directory, "engine"), authorized(directory)
+
+
 def _serve(
-    options: argparse.Namespace, config: EngineConfig, ctl: Address, tel: Address, lifetime: Lifetime
+    options: argparse.Namespace,
+    config: EngineConfig,
+    ctl: Address,
+    tel: Address,
+    lifetime: Lifetime,
+    curve: tuple[KeyPair, frozenset[bytes]] | None,
 ) -> EngineServer:
     """Lock, bind, begin to answer, and say where on stdout. Raises `LockHeld`, OSError or ZMQError."""
     faulthandler.enable()
@@ -141,6 +164,7 @@ def _serve(
         session=session,
         knob_values=dict(config.knobs),
         grace_s=options.vanish_grace_s,
+        curve=curve,
     )
     _start_logging(server, options.log_level)
     for wanted in (signal.SIGTERM, signal.SIGINT):
@@ -150,7 +174,10 @@ def _serve(
         _leave_files(config, server, lifetime, path, tel)
     lifetime.on_stop(server.inbox.wake)
     server.start()
-    ready = {"ready": 1, "ctl": server.ctl_url, "tel": server.tel_url, "session": session, "pid": os.getpid()}
+    ready: dict[str, str | int] = {"ready": 1, "ctl": server.ctl_url, "tel": server.tel_url}
+    ready |= {"session": session, "pid": os.getpid()}
+    if curve is not None:
+        ready["public_key"] = curve[0].public.decode()
     print(json.dumps(ready), flush=True)
     if options.managed:
         watch_stdin(lambda: lifetime.end(ExitCode.PARENT_GONE, "its console is gone", grace_s=1.0))

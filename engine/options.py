@@ -43,6 +43,15 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--name", metavar="NAME", help="one engine of a name runs at a time")
     cli.add_argument("--ctl", metavar="ADDRESS", help="ipc://PATH or tcp://127.0.0.1:PORT (0: any port)")
     cli.add_argument("--tel", metavar="ADDRESS", help="telemetry; by default beside --ctl")
+    cli.add_argument(
+        "--curve",
+        type=Path,
+        metavar="DIR",
+        help="encrypt; DIR holds this engine's key (made if absent) and authorized_keys/ with one a file",
+    )
+    cli.add_argument(
+        "--allow-remote", action="store_true", help="with --curve: listen on an address other than loopback"
+    )
     cli.add_argument("--managed", action="store_true", help="end when stdin does, with the console")
     cli.add_argument(
         "--vanish-grace-s",

@@ -7,6 +7,7 @@ client's own requests may generate, and a client that lets it grow further is gi
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from ipc import messages as m
 RATE_PER_S = 200.0
 BURST = 1200.0  # a thousand streams may start at once
 REPLY_CACHE = 256
+PROBE_BUSY_S = 1.0
+PROBE_IDLE_S = 5.0
 MAX_QUEUED_TOKENS = 1 << 20
 MAX_QUEUED_MESSAGES = 20_000
 
@@ -194,6 +197,35 @@ class Peer:
     def _drop(self) -> None:
         self._queue.clear()
         self._queued_tokens = 0
+
+
+class PeerTable(dict[bytes, Peer]):
+    """The clients that said hello, by identity."""
+
+    def probe(self, socket: zmq.Socket[bytes], now_s: float) -> None:
+        """Ask those from whom nothing was learnt for a while whether they are still there."""
+        for peer in self.values():
+            busy = bool(peer.live or peer.entering)
+            if now_s - peer.sent_at_s >= (PROBE_BUSY_S if busy else PROBE_IDLE_S):
+                peer.probe(socket, time.monotonic_ns(), now_s)
+
+    def take_lost(self, now_s: float, grace_s: float) -> list[Peer]:
+        """Remove and return those gone for longer than ``grace_s``, and those that let too much wait."""
+        lost = [
+            peer
+            for peer in self.values()
+            if peer.overrun or (peer.gone_since_s is not None and now_s - peer.gone_since_s >= grace_s)
+        ]
+        for peer in lost:
+            del self[peer.identity]
+        return lost
+
+    def make_room(self, socket: zmq.Socket[bytes], now_s: float) -> None:
+        """Remove clients that have gone and have nothing running."""
+        for peer in list(self.values()):
+            peer.probe(socket, time.monotonic_ns(), now_s)
+            if peer.is_gone() and not peer.live and not peer.entering:
+                del self[peer.identity]
 
 
 def fitting(done: m.Done) -> m.Done:

@@ -20,7 +20,7 @@ from engine.commands import Commands
 from engine.inbox import Inbox
 from engine.lifetime import ExitCode, Lifetime
 from engine.monitor import GpuMonitor, ProcessSampler
-from engine.peers import Job, Peer, fitting
+from engine.peers import Job, Peer, PeerTable, fitting
 from engine.publisher import Publisher
 from ipc import codec
 from ipc import messages as m
@@ -30,14 +30,13 @@ if TYPE_CHECKING:
     from engine.knob_store import KnobStore
     from engine.loop import EngineCore, Event
     from engine.text import Tokenizer
+    from ipc.security import Guard, KeyPair
 
 log = logging.getLogger("engine.server")
 
 HEARTBEAT_S = 0.25
 STATE_S = 1.0
 GPU_S = 1.0
-PROBE_BUSY_S = 1.0
-PROBE_IDLE_S = 5.0
 RETRY_S = 0.01
 PROGRESS_S = 0.1
 _BURST = 256  # items of one kind taken before the others get their turn
@@ -46,7 +45,8 @@ _BURST = 256  # items of one kind taken before the others get their turn
 class EngineServer:
     """Binds in the constructor (raises `zmq.ZMQError`), serves from `start` on.
 
-    ``grace_s``: how long a vanished client's requests go on. Public methods are for any thread.
+    ``grace_s``: how long a vanished client's requests go on. ``curve``: this engine's keys and the public
+    keys that may connect; without it there is no encryption. Public methods are for any thread.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class EngineServer:
         session: str,
         knob_values: dict[str, m.KnobValue] | None = None,
         grace_s: float = 10.0,
+        curve: tuple[KeyPair, frozenset[bytes]] | None = None,
     ) -> None:
         self.lifetime = lifetime
         self.info = info
@@ -69,7 +70,7 @@ class EngineServer:
         self.core: EngineCore | None = None
         self.knobs: KnobStore | None = None
         self.tokenizer: Tokenizer | None = None
-        self.peers: dict[bytes, Peer] = {}
+        self.peers = PeerTable()
         self.jobs: dict[int, Job] = {}  # live requests by rid
         self.bad_frames = 0
         self.drain_until_s: float | None = None
@@ -77,6 +78,11 @@ class EngineServer:
         self._stage = ""
         self._progress_s = 0.0
         self._context = zmq.Context()
+        self._guard: Guard | None = None
+        if curve is not None:
+            from ipc.security import Guard
+
+            self._guard = Guard(self._context, *curve)
         self._ctl = self._bind(zmq.ROUTER, ctl, SNDHWM=1000, RCVHWM=1000, ROUTER_MANDATORY=1)
         self._tel = self._bind(zmq.PUB, tel, SNDHWM=256)
         self.ctl_url = self._ctl.get_string(zmq.LAST_ENDPOINT)
@@ -96,6 +102,8 @@ class EngineServer:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_SUBMIT_BYTES)
+        if self._guard is not None:
+            self._guard.protect(socket)
         socket.bind(address.url)
         return socket
 
@@ -175,6 +183,8 @@ class EngineServer:
         self._take_inbox()
         self.publisher.flush()
         self._publish_state()
+        if self._guard is not None:
+            self._guard.close()
         self._context.destroy(linger=100)
         self._closed.set()
 
@@ -335,22 +345,13 @@ class EngineServer:
         self.send(peer, reply, body)
 
     def _check_peers(self, now_s: float) -> None:
-        for peer in list(self.peers.values()):
-            busy = bool(peer.live or peer.entering)
-            if now_s - peer.sent_at_s >= (PROBE_BUSY_S if busy else PROBE_IDLE_S):
-                peer.probe(self._ctl, time.monotonic_ns(), now_s)
-            gone = peer.gone_since_s is not None and now_s - peer.gone_since_s >= self.grace_s
-            if gone or peer.overrun:
-                self._give_up(peer, "its client has gone" if gone else "its client reads nothing")
-                del self.peers[peer.identity]
+        self.peers.probe(self._ctl, now_s)
+        for peer in self.peers.take_lost(now_s, self.grace_s):
+            self._give_up(peer, "its client reads nothing" if peer.overrun else "its client has gone")
 
-    def probe_all(self) -> None:
-        """Forget clients that have gone and have nothing running, to make room."""
-        now_s = time.monotonic()
-        for peer in list(self.peers.values()):
-            peer.probe(self._ctl, time.monotonic_ns(), now_s)
-            if peer.gone_since_s is not None and not peer.live and not peer.entering:
-                del self.peers[peer.identity]
+    def make_room(self) -> None:
+        """Forget clients that have gone and have nothing running."""
+        self.peers.make_room(self._ctl, time.monotonic())
 
     def _give_up(self, peer: Peer, why: str) -> None:
         rids = [rid for rid, job in peer.live.items() if not job.command.detach]

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import zmq
@@ -20,6 +20,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ipc import codec
 from ipc import messages as m
+
+if TYPE_CHECKING:
+    from ipc.security import KeyPair
 
 R = TypeVar("R", bound=m.Reply)
 
@@ -94,12 +97,20 @@ class Client:
     """A connection to one engine. Use it as a context manager, or call `close`.
 
     ``silence_s``: how long the engine may be silent while something is awaited before `EngineSilent` is
-    raised; an engine that is loading a model can be silent for seconds.
+    raised; an engine that is loading a model can be silent for seconds. ``curve``: this client's keys and
+    the engine's public key, see `ipc.security`.
     """
 
     def __init__(
-        self, ctl: str, *, name: str = "client", tel: str | None = None, silence_s: float = 10.0
+        self,
+        ctl: str,
+        *,
+        name: str = "client",
+        tel: str | None = None,
+        silence_s: float = 10.0,
+        curve: tuple[KeyPair, bytes] | None = None,
     ) -> None:
+        self._curve = curve
         self._context = zmq.Context()
         self._ids = itertools.count(1)
         self._name = name
@@ -131,6 +142,10 @@ class Client:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_ENGINE_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        if self._curve is not None:
+            from ipc.security import protect_client
+
+            protect_client(socket, *self._curve)
         return socket
 
     def __enter__(self) -> Client:
