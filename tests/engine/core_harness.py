@@ -21,6 +21,10 @@ from engine.request import Request
 from ipc.messages import ApplyEvent, Done, EngineState, KnobValue, RequestRow, Sampling, StepRow, Tokens
 from tests import tiny_models
 
+# Operations on tiny models take microseconds; a second thread only waits for the first, and on a busy
+# machine each such wait costs a time slice.
+torch.set_num_threads(1)
+
 _FOLDERS = tempfile.TemporaryDirectory(prefix="decodeck-tiny-")
 
 
@@ -122,7 +126,9 @@ class Engine:
     def text(self, rid: int) -> str:
         return "".join(t.text for t in self.heard.tokens[rid]) + self.heard.done[rid].text
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, **options: Any) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, **options: Any
+    ) -> list[list[int]]:
         """All at once; the output ids of each."""
         rids = [self.submit(prompt, sampling, **options) for prompt in prompts]
         self.run()
