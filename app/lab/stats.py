@@ -19,6 +19,7 @@ from ipc.messages import RequestRow
 
 ErrorClass = Literal["", "engine", "refused", "client", "cancelled"]
 
+METRIC_ORDER = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s", "lag_s")
 NS = 1e-9
 
 

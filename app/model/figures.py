@@ -151,14 +151,16 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 class StepWindow:
-    """The newest rows of a step ring, from ``t0_s`` on, and the sums over them."""
+    """The rows of a step ring that began from ``t0_s`` to ``t1_s`` (None: now), and the sums over them."""
 
-    def __init__(self, ring: Ring, t0_s: float) -> None:
+    def __init__(self, ring: Ring, t0_s: float, t1_s: float | None = None) -> None:
         self._ring = ring
-        self.n = ring.newest_since("t_s", t0_s)
+        self._newest = ring.newest_since("t_s", t0_s)
+        times = ring.column("t_s", self._newest)
+        self.n = self._newest if t1_s is None else int(np.searchsorted(times, t1_s, side="right"))
 
     def column(self, name: str) -> F64:
-        return self._ring.column(name, self.n)
+        return self._ring.column(name, self._newest)[: self.n]
 
     def total(self, name: str) -> float:
         return float(self.column(name).sum())

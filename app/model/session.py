@@ -41,6 +41,7 @@ from ipc.messages import (
     EngineState,
     GpuRow,
     Heartbeat,
+    KnobValue,
     LogLine,
     ModelInfo,
     StepRow,
@@ -63,6 +64,7 @@ __all__ = [
 NO_TRAFFIC = "no traffic"
 
 _HOLE_S = 3.0  # a hole in the steps that no snapshot filled by then is a gap
+_KEPT_CONFIGS = 500
 _NS = 1e-9
 
 
@@ -101,6 +103,7 @@ class SessionModel:
         self.log_total = 0  # lines ever taken in, so that a view knows what is new
         self.dropped_rows = 0
         self._book = RequestBook()
+        self._configs: dict[int, dict[str, KnobValue]] = {}  # by revision, of the present engine
         self._steps = Ring(STEP_COLUMNS, 131_072)
         self._timeline = Timeline(history_s)
         self._last_step: int | None = None
@@ -146,6 +149,10 @@ class SessionModel:
             self._book.resynced(batch.live)
         for event in batch.events:
             self._take_event(event, offset_ns)
+        if batch.cfg is not None:
+            self._configs[batch.cfg.rev] = dict(batch.cfg.values)
+            while len(self._configs) > _KEPT_CONFIGS:
+                del self._configs[next(iter(self._configs))]
         self._close_holes()
         now = Now(self.now_s, self._book, self.state, self.heartbeat, self.link.state)
         self._timeline.draw(now)
@@ -154,12 +161,16 @@ class SessionModel:
         self._book.new_engine()
         self._last_step = None
         self._holes.clear()
+        self._configs.clear()
         self.blocks = self.state = self.cfg = None
         if self._session_starts:
             self.gaps.append(Gap(self._last_end_s, now_s, "another engine process began"))
         self._session_starts.append(now_s)
 
     def _take_event(self, event: ApplyEvent, offset_ns: int) -> None:
+        before = self._configs.get(event.from_rev)
+        if event.result == "ok" and before is not None:
+            self._configs[event.to_rev] = {**before, **event.patch}
         self.markers.append(
             Marker(
                 t_s=(event.t_ns - offset_ns) * _NS,
@@ -323,10 +334,17 @@ class SessionModel:
             return []
         return [int(i) for i in np.flatnonzero(self.blocks.owner == (rid & 0xFFFFFFFF))]
 
-    def step_stats(self, t0_s: float) -> dict[str, float | int | None]:
-        """Statistics of the steps since ``t0_s``, for a baseline."""
+    def config_at(self, rev: int) -> dict[str, KnobValue] | None:
+        """All knob values under a revision of the present engine; None if it was not seen or is long ago."""
+        found = self._configs.get(rev)
+        return dict(found) if found is not None else None
+
+    def step_stats(self, t0_s: float, t1_s: float | None = None) -> dict[str, float | int | None]:
+        """Statistics of the steps from ``t0_s`` to ``t1_s`` (None: now), for a baseline."""
         block_size = self.state.block_size if self.state is not None else 0
-        return step_stats(StepWindow(self._steps, t0_s), self.now_s - t0_s, self.device, block_size)
+        end_s = self.now_s if t1_s is None else t1_s
+        window = StepWindow(self._steps, t0_s, t1_s)
+        return step_stats(window, end_s - t0_s, self.device, block_size)
 
     def live_window(self, span_s: float | None = None, newest: int | None = None) -> LiveWindow:
         """Raw rows of the last ``span_s`` (else ``window_s``) seconds, or of the ``newest`` that ended."""

@@ -11,13 +11,14 @@ import csv
 import hashlib
 import io
 import os
+import re
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from app.lab.stats import LoadRow, row_of_engine
+from app.lab.stats import METRIC_ORDER, LoadRow, row_of_engine
 from app.store.errors import StoreError
 from app.store.records import (
     BUNDLE_FORMAT,
@@ -178,11 +179,13 @@ def csv_of(made: Baseline) -> bytes:
 # --- Markdown ------------------------------------------------------------------------------------
 
 
+_MARKUP = re.compile(r"[\\|`*<>\[\]]|(?<!\w)_|_(?!\w)")  # an underscore inside a word is none
+
+
 def _md(value: object) -> str:
     """Text for a table's cell: nothing in it can end the cell or start markup."""
     text = cell(value) if not isinstance(value, str) else value
-    for mark in ("\\", "|", "`", "*", "_", "<", ">", "[", "]"):
-        text = text.replace(mark, "\\" + mark)
+    text = _MARKUP.sub(r"\\\g<0>", text)
     return text.replace("\n", " ").replace("\r", " ")
 
 
@@ -211,7 +214,7 @@ def markdown(made: Baseline) -> str:
         ["metric", "unit", "n", "excluded", "mean", "p50", "p90", "p95", "p99"],
         [
             [m.name, m.unit, m.n, m.excluded, *map(_figure, (m.mean, m.p50, m.p90, m.p95, m.p99))]
-            for m in stats.metrics.values()
+            for m in (stats.metrics[name] for name in METRIC_ORDER if name in stats.metrics)
         ],
     )
     lines += ["", f"Percentiles: {stats.percentile_rule}. TTFT counts from the intended sending.", ""]
@@ -244,6 +247,11 @@ def markdown(made: Baseline) -> str:
             ]
         ],
     )
+    if data.step_stats:
+        lines += ["", "## Steps", ""]
+        lines += _table(
+            ["figure", "value"], [[name, _figure(v)] for name, v in sorted(data.step_stats.items())]
+        )
     lines += ["", "## Configuration", ""]
     lines += _table(["knob", "value"], [[knob, value] for knob, value in sorted(data.config.items())])
     lines += ["", "## On", ""]

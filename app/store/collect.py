@@ -6,13 +6,16 @@ fills it in, since that asks git and the disk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from app.lab.load_run import LoadRun
-from app.lab.stats import row_of_engine, summarize
+from app.lab.stats import LoadRow, row_of_engine, summarize
 from app.model.session import SessionModel
 from app.store.errors import StoreError
 from app.store.records import BaselineData, Environment, Identity, Validity
+from ipc.messages import KnobValue
 
 _UNKNOWN_ENVIRONMENT = Environment(app_version="")
 
@@ -39,53 +42,77 @@ def from_live(
         reasons.append("the configuration changed inside the window: " + window.markers[-1].label)
     if window.sessions > 1:
         reasons.append("the engine was started anew inside the window")
+    rows = [row_of_engine(row) for row in window.requests]
+    rev, config = _configuration(session, rows, reasons)
     return BaselineData(
         name=name,
         note=note,
         source="live",
         identity=_identity(session),
-        cfg_rev=session.cfg.rev if session.cfg is not None else 0,
-        config=dict(session.cfg.values) if session.cfg is not None else {},
+        cfg_rev=rev,
+        config=config,
         duration_s=window.t1_s - window.t0_s,
         requests=list(window.requests),
-        stats=summarize([row_of_engine(row) for row in window.requests]),
+        stats=summarize(rows),
         step_stats=window.step_stats,
         validity=Validity(valid=not reasons, reasons=reasons),
     )
 
 
 def from_load(session: SessionModel, run: LoadRun, name: str, note: str = "") -> BaselineData:
-    """A load run of this console, with the session's identity and configuration.
+    """A load run of this console, with the configuration that it ran under.
 
     Raises StoreError if no request of it has ended yet.
     """
+    progress = run.poll()
     rows, spec = run.rows(), run.spec
     if not rows or spec is None:
         raise StoreError("No request of the load has ended yet, so there is nothing to keep.")
-    progress = run.poll()
     reasons = list(progress.invalid_reasons)
-    revisions = {r for row in rows for r in (row.rev_first, row.rev_last) if r is not None and row.good}
-    if len(revisions) > 1:
-        reasons.append(f"the configuration changed during the run (revisions {sorted(revisions)})")
-    if session.link.session != run.session and run.session:
+    if progress.phase not in ("done", "failed"):
+        reasons.append("it was kept before the run had ended")
+    if run.session and session.link.session != run.session:
         reasons.append("the engine was started anew since the run began")
+    rev, config = _configuration(session, rows, reasons)
     stats = summarize(rows)
     begun_s = min(row.intended_ns for row in rows) * 1e-9
+    ended_s = max(row.end_ns for row in rows if row.end_ns is not None) * 1e-9
     return BaselineData(
         name=name,
         note=note,
         source="load",
         identity=_identity(session),
-        cfg_rev=session.cfg.rev if session.cfg is not None else 0,
-        config=dict(session.cfg.values) if session.cfg is not None else {},
+        cfg_rev=rev,
+        config=config,
         workload=msgspec.to_builtins(spec),
         workload_sha256=progress.workload_sha256,
         duration_s=stats.duration_s,
         load_rows=rows,
         stats=stats,
-        step_stats=session.step_stats(begun_s),
+        step_stats=session.step_stats(begun_s, ended_s),
         validity=Validity(valid=not reasons, reasons=reasons),
     )
+
+
+def _configuration(
+    session: SessionModel, rows: Sequence[LoadRow], reasons: list[str]
+) -> tuple[int, dict[str, KnobValue]]:
+    """Revision and values that the rows ran under, which need not be the present ones.
+
+    Adds to ``reasons`` if it was more than one, or is not known any more.
+    """
+    if session.cfg is None:
+        reasons.append("the engine's configuration is not known")
+        return 0, {}
+    revisions = {r for row in rows if row.good for r in (row.rev_first, row.rev_last) if r is not None}
+    if len(revisions) > 1:
+        reasons.append(f"the configuration changed while it was measured (revisions {sorted(revisions)})")
+    rev = max(revisions, default=session.cfg.rev)
+    config = session.config_at(rev)
+    if config is None:
+        reasons.append(f"the values of configuration revision {rev} are not known any more")
+        return session.cfg.rev, dict(session.cfg.values)
+    return rev, config
 
 
 def _identity(session: SessionModel) -> Identity:

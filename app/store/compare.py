@@ -10,12 +10,12 @@ from typing import Literal
 
 import msgspec
 
+from app.lab.stats import METRIC_ORDER
 from app.store.records import Baseline, BaselineSummary, Comparison, ConfigDiff, Identity, MetricDelta
 from ipc.messages import KnobValue
 
 FEW_REQUESTS = 30
 _HIGHER_IS_BETTER = ("request_rate_rps", "output_tok_s", "prompt_tok_s", "cached_share")
-_LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s", "lag_s")
 
 
 def compare(a: Baseline, about_a: BaselineSummary, b: Baseline, about_b: BaselineSummary) -> Comparison:
@@ -54,7 +54,7 @@ def _differences(a: dict[str, KnobValue], b: dict[str, KnobValue]) -> list[Confi
 
 def _metrics(a: Baseline, b: Baseline) -> list[MetricDelta]:
     deltas: list[MetricDelta] = []
-    for name in _LATENCIES:
+    for name in METRIC_ORDER:
         left, right = a.data.stats.metrics.get(name), b.data.stats.metrics.get(name)
         if left is None and right is None:
             continue

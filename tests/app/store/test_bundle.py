@@ -194,8 +194,9 @@ def comma_locale(tmp_path: Path) -> str:
 def test_markdown_shows_figures_and_lets_no_name_break_its_tables() -> None:
     text = bundle.markdown(made(name="a | b <img src=x> `c`"))
     assert "a \\| b \\<img src=x\\> \\`c\\`" in text
-    assert "| ttft\\_s | s | 12 |" in text
-    assert "prefix\\_cache" in text
+    assert "| ttft_s | s | 12 |" in text
+    assert "| prefix_cache | true |" in text
+    assert bundle._md("_x_ a_b") == "\\_x\\_ a_b"
 
 
 def test_an_export_that_fails_leaves_no_file_and_says_so(tmp_path: Path) -> None:
