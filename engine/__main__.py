@@ -180,7 +180,11 @@ def _serve(
         ready["public_key"] = curve[0].public.decode()
     print(json.dumps(ready), flush=True)
     if options.managed:
-        watch_stdin(lambda: lifetime.end(ExitCode.PARENT_GONE, "its console is gone", grace_s=1.0))
+        watch_stdin(
+            lambda: lifetime.end(
+                ExitCode.PARENT_GONE, "its console is gone", grace_s=1.0 if server.core is not None else 0.3
+            )
+        )
     return server
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import GIB, ConfigError, EngineConfig
-from engine.knob import Knob
+from engine.knob import Knob, KnobContext
 from engine.knobs import BY_ID
 from ipc.messages import KnobValue
 
@@ -100,7 +100,12 @@ def knob_values(pairs: Sequence[str]) -> dict[str, KnobValue]:
             raise ConfigError(f"--knob {pair!r} is not ID=VALUE")
         if knob is None:
             raise ConfigError(f"--knob {pair!r}: there is no knob {name!r}; see --list-knobs")
-        values[name] = _value(knob, text)
+        value = _value(knob, text)
+        # What depends on the device is checked when that is known; the rest now.
+        why = knob.why_not(value, KnobContext(device="cuda", attention=BY_ID["attention"].choices))
+        if why and not (knob.reason and value == knob.default):
+            raise ConfigError(f"--knob {pair}: {why}")
+        values[name] = value
     return values
 
 
