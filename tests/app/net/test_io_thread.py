@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -212,3 +215,48 @@ def test_a_fault_of_the_links_own_thread_is_told_and_a_new_connection_works(
         other.until(lambda: other.session.link.state is LinkState.READY, "a new connection")
     finally:
         other.close()
+
+
+def test_lost_telemetry_is_counted_resynced_and_drawn_as_a_gap(live: Console) -> None:
+    """A console that misses every third message ends with the requests and the knobs of one that missed
+    none; steps that no snapshot brought back are said to be lost, none is made up."""
+    other = Console()
+    try:
+        other.link.attach(live.session.link.endpoint)
+        other.until_state(LinkState.READY)
+        connection = other.link._connection
+        assert connection is not None
+        whole = connection.mirror.frame
+        numbers = itertools.count()
+
+        def leaky(*frame: Any) -> None:
+            if next(numbers) % 3:
+                whole(*frame)
+
+        begun_s = live.pump().now_s
+        connection.mirror.frame = leaky  # type: ignore[method-assign]
+        for number in range(4):
+            items = live.submit(f"gap {number}", max_tokens=150)
+            live.until(lambda found=items: (other.pump(), ended(found))[1], "its end")  # type: ignore[misc]
+        live.knobs.set({"max_num_seqs": 63})
+        live.until(lambda: (other.pump(), not live.knobs.pending)[1], "the change")
+        connection.mirror.frame = whole  # type: ignore[method-assign]
+        other.until(lambda: other.knobs.values().get("max_num_seqs") == 63, "the change in the other picture")
+        items = live.submit("whole again", max_tokens=5)  # later steps show that earlier ones are missing
+        live.until(lambda: (other.pump(), ended(items))[1], "its end")
+        settled_s = live.pump().now_s + 4.5  # holes become gaps, and bins are drawn, by then
+        live.until(lambda: (other.pump(), live.session.now_s > settled_s)[1], "quiet")
+
+        assert sum(other.session.link.lost.values()) > 0
+        assert [v.rid for v in other.session.request_rows() if v.row.state != "finished"] == []
+        missing = sum(int(gap.reason.split()[0]) for gap in other.session.gaps)
+        drawn = [
+            float(np.nansum(seen.timeline.column("steps")[seen.timeline.times() > begun_s + 0.5]))
+            for seen in (live.session, other.session)
+        ]
+        assert drawn[1] <= drawn[0]
+        assert drawn[0] - drawn[1] <= missing
+    finally:
+        other.close()
+        live.knobs.set({"max_num_seqs": 64})
+        live.until(lambda: not live.knobs.pending, "the old value")
