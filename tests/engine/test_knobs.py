@@ -1,0 +1,120 @@
+"""The registry itself, and the rules by which values are taken or refused."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.knob import KnobContext
+from engine.knob_store import KnobStore, PatchRefused
+from engine.knobs import BY_ID, KNOBS, NOT_BUILT, list_knobs
+from engine.scheduler import SchedulerKnobs
+from ipc.messages import KnobInfo
+
+LIVE = {
+    "batching", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefill_chunk_tokens", "policy",
+    "priority_ageing_s", "max_num_queued", "prefix_cache", "block_size", "kv_allocation", "attention",
+}  # fmt: skip
+
+
+def test_ids_are_unique_and_every_default_can_be_taken() -> None:
+    assert len(BY_ID) == len(KNOBS)
+    context = KnobContext()
+    for knob in KNOBS:
+        if not knob.reason:
+            assert knob.why_not(knob.default, context) == "", knob.id
+        assert set(knob.requires) <= set(BY_ID), knob.id
+        assert len(knob.help) > 20
+
+
+def test_what_is_not_built_says_so() -> None:
+    infos = {info.id: info for info in list_knobs()}
+    assert {i for i, info in infos.items() if info.available} == LIVE
+    assert {info.reason for info in infos.values() if not info.available} == {NOT_BUILT}
+    assert infos["attention"].choice_reasons == {"paged": NOT_BUILT, "flash_attn": NOT_BUILT}
+
+
+def test_the_registry_passes_the_protocol() -> None:
+    """Ids, texts and ranges keep the bounds that the protocol declares, there and back."""
+    packed = msgspec.msgpack.encode(list_knobs())
+    assert msgspec.msgpack.decode(packed, type=list[KnobInfo]) == list_knobs()
+
+
+@pytest.mark.parametrize(("key", "value", "why"), [
+    ("max_num_seqs", 0, "0 lies outside 1 to 1024 requests"), ("max_num_seqs", 1025, "outside"),
+    ("max_num_seqs", 2.0, "not a whole number"), ("max_num_seqs", True, "not a whole number"),
+    ("max_num_seqs", None, "not a whole number"), ("max_num_seqs", "8", "not a whole number"),
+    ("priority_ageing_s", float("nan"), "not a finite number"), ("priority_ageing_s", float("inf"), "finite"),
+    ("chunked_prefill", 1, "not true or false"), ("policy", "lifo", "is not one of fcfs, priority"),
+    ("attention", "paged", f"paged is not available: {NOT_BUILT}"), ("cuda_graphs", True, NOT_BUILT),
+    ("nonsense", 1, "there is no knob 'nonsense'"),
+])  # fmt: skip
+def test_a_refusal_names_value_and_limit(key: str, value: Any, why: str) -> None:
+    refused = KnobStore(KnobContext()).validate({key: value})
+    assert why in refused[key]
+
+
+def test_what_is_not_there_may_be_said_to_stay_off() -> None:
+    """A whole saved configuration can be restored although it names knobs that are not built."""
+    store = KnobStore(KnobContext())
+    assert store.validate(dict(store.values)) == {}
+    assert store.propose(dict(store.values), 0).changed == {}
+
+
+def test_attention_that_cannot_run_here_says_where() -> None:
+    store = KnobStore(KnobContext(attention=("naive",)), {"attention": "naive"})
+    assert store.validate({"attention": "sdpa"}) == {"attention": "sdpa is not available: cannot run on cpu"}
+
+
+def test_wrong_start_values_are_refused() -> None:
+    with pytest.raises(PatchRefused, match="block_size"):
+        KnobStore(KnobContext(), {"block_size": 0})
+
+
+def test_the_mode_is_the_heaviest_of_the_patch() -> None:
+    store = KnobStore(KnobContext())
+    assert store.propose({"max_num_seqs": 3}, 0, dry_run=True).mode == "step"
+    assert store.propose({"max_num_seqs": 3, "block_size": 8}, 0, dry_run=True).mode == "rebuild_kv"
+    assert store.propose({"max_num_seqs": 3, "block_size": 16}, 0, dry_run=True).mode == "step"
+
+
+def test_of_many_at_once_one_wins() -> None:
+    """Changes proposed from several threads against one revision: exactly one is taken."""
+    store = KnobStore(KnobContext())
+    taken: list[int] = []
+    codes: list[str] = []
+    barrier = threading.Barrier(8)
+
+    def propose(value: int) -> None:
+        barrier.wait()
+        try:
+            store.propose({"max_num_seqs": value}, 0)
+            taken.append(value)
+        except PatchRefused as refused:
+            codes.append(refused.code)
+
+    threads = [threading.Thread(target=propose, args=(n + 1,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(taken) == 1
+    assert codes == ["busy"] * 7
+    assert store.pending is not None
+    assert store.commit(store.pending) == 1
+    assert store["max_num_seqs"] == taken[0]
+
+
+def test_every_scheduler_knob_is_read() -> None:
+    before = SchedulerKnobs.of(KnobStore(KnobContext()).values)
+    changes: dict[str, Any] = {
+        "batching": "static", "max_num_seqs": 3, "max_num_batched_tokens": 5, "chunked_prefill": False,
+        "prefill_chunk_tokens": 9, "prefix_cache": False, "kv_allocation": "contiguous", "policy": "priority",
+        "priority_ageing_s": 1,
+    }  # fmt: skip
+    after = SchedulerKnobs.of(KnobStore(KnobContext(), changes).values)
+    for name in SchedulerKnobs.__slots__:
+        assert getattr(before, name) != getattr(after, name), name
