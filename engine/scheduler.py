@@ -20,6 +20,8 @@ from engine.plan import ScheduledRequest, StepPlan
 from engine.prefix_cache import MISS_NO_RUN, MISS_OFF, Match, PrefixCache
 from engine.request import NO_SLOT, Request
 
+MAX_DEFERRED = 32  # waiting requests passed over in one plan because what they lack is being computed
+
 __all__ = ["ScheduledRequest", "Scheduler", "SchedulerKnobs", "StepPlan"]
 
 
