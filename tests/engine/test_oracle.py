@@ -282,7 +282,7 @@ def test_chunk_edges(chunk: int) -> None:
 
 
 def test_a_prompt_that_ended_inside_a_block() -> None:
-    """A05: decoding fills a block; a prompt equal up to the old border with a new tail finds nothing stale."""
+    """A05: decoding fills a block; a prompt equal up to the old border with a new tail hits nothing stale."""
     expected = tiny("qwen2")
     engine = Engine(expected.loaded, block_size=16)
     sampling = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
