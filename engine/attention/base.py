@@ -47,9 +47,8 @@ class AttentionPlan(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one layer, whose new keys and values are in the pool already.
 
-        q: [tokens, heads, head_dim]. k, v: the step's new keys and values as the pool holds them,
-        [tokens, kv_heads, head_dim]. Returns [tokens, heads * head_dim] in the dtype
-        of q or of the pool.
+        q: [tokens, heads, head_dim]. k, v: the step's new keys and values, [tokens, kv_heads, head_dim]. All
+        have the dtype of the pool. Returns [tokens, heads * head_dim] in that dtype.
         """
         ...
 

@@ -11,7 +11,9 @@ Products run in the dtype of the KV pool.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,12 +32,47 @@ QUERY_TILE = 512  # new tokens of a chunk that share one mask
 
 
 @dataclass(slots=True)
+class _Gathered:
+    """Blocks of some rows, and the scratch memory that they are gathered to."""
+
+    blocks: Tensor  # [blocks]
+    flat_k: Tensor  # [blocks, elements of a block]
+    flat_v: Tensor
+    k: Tensor  # [rows, kv_heads, keys, head_dim], the same memory
+    v: Tensor
+
+    def fill(self, paged_k: Tensor, paged_v: Tensor) -> None:
+        """Copy the blocks from one layer of the pool, [num_blocks, elements of a block]."""
+        torch.index_select(paged_k, 0, self.blocks, out=self.flat_k)
+        torch.index_select(paged_v, 0, self.blocks, out=self.flat_v)
+
+
+class _Scratch:
+    """Memory for one gathering at a time. It is kept: fresh pages each time cost as much as the copy."""
+
+    def __init__(self) -> None:
+        self._k = torch.empty(0)
+        self._v = torch.empty(0)
+
+    def place(self, blocks: Tensor, rows: int, kv: KVCache) -> _Gathered:
+        """A place for ``blocks`` [rows * blocks per row] of ``rows`` rows."""
+        block = kv.k[0][: kv.block_size]
+        size = len(blocks) * block.numel()
+        if self._k.dtype != kv.dtype or self._k.device != kv.device or len(self._k) < size:
+            self._k = torch.empty(size, dtype=kv.dtype, device=kv.device)
+            self._v = torch.empty_like(self._k)
+        flat_k, flat_v = (held[:size].view(len(blocks), -1) for held in (self._k, self._v))
+        k, v = (flat.view(rows, -1, *block.shape[1:]).transpose(1, 2) for flat in (flat_k, flat_v))
+        return _Gathered(blocks, flat_k, flat_v, k, v)
+
+
+@dataclass(slots=True)
 class _Bucket:
     """Single-token rows [first, last) of the step, whose keys are gathered to [rows, keys]."""
 
     first: int
     last: int
-    blocks: Tensor  # [rows * blocks per row], padded with each row's own last block
+    gathered: _Gathered  # padded with each row's own last block
     mask: Tensor  # [rows, 1, 1, keys], 0 or -inf
 
 
@@ -56,8 +93,11 @@ class _Chunk:
 
     first: int
     last: int
-    blocks: Tensor | None  # its blocks, or None where all its keys are new
+    gathered: _Gathered | None  # None where all its keys are new
     tiles: list[_Tile]
+
+
+Place = Callable[[Tensor, int], _Gathered]
 
 
 class SdpaAttention:
@@ -66,28 +106,18 @@ class SdpaAttention:
     name = "sdpa"
 
     def __init__(self) -> None:
-        self._scratch: tuple[Tensor, Tensor] | None = None
+        self._scratch = _Scratch()
 
     def plan(self, rows: Rows, kv: KVCache, spec: ModelSpec, to_device: ToDevice) -> AttentionPlan:
+        place = partial(self._scratch.place, kv=kv)
         per_window = {
-            window: (_plan_buckets(rows, kv, window, to_device), _plan_chunks(rows, kv, window, to_device))
+            window: (
+                _plan_buckets(rows, kv, window, to_device, place),
+                _plan_chunks(rows, kv, window, to_device, place),
+            )
             for window in dict.fromkeys(spec.layer_windows)
         }
-        gathered = [bucket.blocks for buckets, _ in per_window.values() for bucket in buckets]
-        gathered += [c.blocks for _, chunks in per_window.values() for c in chunks if c.blocks is not None]
-        most = max(map(len, gathered), default=0)
-        return _SdpaPlan(per_window, kv, spec, self._scratch_for(most, kv))
-
-    def _scratch_for(self, blocks: int, kv: KVCache) -> tuple[Tensor, Tensor]:
-        """Memory for keys and values of that many blocks, kept: fresh pages cost more than the copy."""
-        size = blocks * kv.k[0][: kv.block_size].numel()
-        held = self._scratch
-        if held is None or held[0].dtype != kv.dtype or held[0].device != kv.device or len(held[0]) < size:
-            held = self._scratch = (
-                torch.empty(size, dtype=kv.dtype, device=kv.device),
-                torch.empty(size, dtype=kv.dtype, device=kv.device),
-            )
-        return held
+        return _SdpaPlan(per_window, kv, spec)
 
 
 class _SdpaPlan:
@@ -96,45 +126,39 @@ class _SdpaPlan:
         per_window: dict[int | None, tuple[list[_Bucket], list[_Chunk]]],
         kv: KVCache,
         spec: ModelSpec,
-        scratch: tuple[Tensor, Tensor],
     ) -> None:
-        self.scratch = scratch
         self.parts = [per_window[window] for window in spec.layer_windows]
-        self.kv = kv
+        # The pool by blocks: what is gathered is whole blocks, long runs of memory.
+        self.k = [layer.view(kv.num_blocks, -1) for layer in kv.k]
+        self.v = [layer.view(kv.num_blocks, -1) for layer in kv.v]
         self.kv_heads = spec.num_kv_heads
         self.group = spec.num_heads // spec.num_kv_heads
         self.head_dim = spec.head_dim
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         buckets, chunks = self.parts[layer]
-        queries = q.to(self.kv.dtype)
-        parts = [self._single(layer, queries, bucket) for bucket in buckets]
+        parts = [self._single(layer, q, bucket) for bucket in buckets]
         for chunk in chunks:
-            parts += self._several(layer, queries, k, v, chunk)
+            parts += self._several(layer, q, k, v, chunk)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _gather(self, cache: Tensor, blocks: Tensor, scratch: Tensor) -> Tensor:
-        """The tokens of these blocks, [tokens, kv_heads, head_dim], in scratch memory."""
-        paged = cache.view(self.kv.num_blocks, -1)
-        out = scratch[: len(blocks) * paged.shape[1]].view(len(blocks), -1)
-        torch.index_select(paged, 0, blocks, out=out)
-        return out.view(-1, self.kv_heads, self.head_dim)
 
     def _single(self, layer: int, q: Tensor, bucket: _Bucket) -> Tensor:
         count = bucket.last - bucket.first
-        shape = (count, -1, self.kv_heads, self.head_dim)
-        keys = self._gather(self.kv.k[layer], bucket.blocks, self.scratch[0]).view(shape).transpose(1, 2)
-        values = self._gather(self.kv.v[layer], bucket.blocks, self.scratch[1]).view(shape).transpose(1, 2)
+        gathered = bucket.gathered
+        gathered.fill(self.k[layer], self.v[layer])
         queries = q[bucket.first : bucket.last].view(count, self.kv_heads, self.group, self.head_dim)
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bucket.mask).reshape(count, -1)
+        out = F.scaled_dot_product_attention(queries, gathered.k, gathered.v, attn_mask=bucket.mask)
+        return out.reshape(count, -1)
 
     def _several(self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _Chunk) -> list[Tensor]:
-        if chunk.blocks is None:
+        if chunk.gathered is None:
             keys, values = k[chunk.first : chunk.last], v[chunk.first : chunk.last]
+            keys, values = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
         else:
-            keys = self._gather(self.kv.k[layer], chunk.blocks, self.scratch[0])
-            values = self._gather(self.kv.v[layer], chunk.blocks, self.scratch[1])
-        keys, values = self._per_head(keys), self._per_head(values)
+            chunk.gathered.fill(self.k[layer], self.v[layer])
+            keys, values = chunk.gathered.k, chunk.gathered.v
+        keys = keys.repeat_interleave(self.group, dim=1)
+        values = values.repeat_interleave(self.group, dim=1)
         out = []
         for tile in chunk.tiles:
             seen = slice(tile.key_first, tile.key_last)
@@ -149,12 +173,10 @@ class _SdpaPlan:
             out.append(result[0].transpose(0, 1).flatten(1))
         return out
 
-    def _per_head(self, tokens: Tensor) -> Tensor:
-        """[tokens, kv_heads, d] as [1, heads, tokens, d], each KV head repeated for its group."""
-        return tokens.transpose(0, 1).repeat_interleave(self.group, dim=0).unsqueeze(0)
 
-
-def _plan_buckets(rows: Rows, kv: KVCache, window: int | None, to_device: ToDevice) -> list[_Bucket]:
+def _plan_buckets(
+    rows: Rows, kv: KVCache, window: int | None, to_device: ToDevice, place: Place
+) -> list[_Bucket]:
     if rows.num_single == 0:
         return []
     size = rows.block_size
@@ -176,7 +198,8 @@ def _plan_buckets(rows: Rows, kv: KVCache, window: int | None, to_device: ToDevi
         bounds = to_device(np.stack((oldest[here] - start, lengths[here] - start)))
         at = torch.arange(width * size, device=kv.device)
         hidden = (at < bounds[0].unsqueeze(1)) | (at >= bounds[1].unsqueeze(1))
-        buckets.append(_Bucket(first, last, to_device(blocks), _mask(hidden, kv.dtype)[:, None, None]))
+        gathered = place(to_device(blocks), last - first)
+        buckets.append(_Bucket(first, last, gathered, _mask(hidden, kv.dtype)[:, None, None]))
     return buckets
 
 
@@ -199,17 +222,20 @@ def _split(counts: Ints, cost: int, most: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def _plan_chunks(rows: Rows, kv: KVCache, window: int | None, to_device: ToDevice) -> list[_Chunk]:
+def _plan_chunks(
+    rows: Rows, kv: KVCache, window: int | None, to_device: ToDevice, place: Place
+) -> list[_Chunk]:
     chunks = []
     for r in range(rows.num_single, len(rows.num_new)):
         start, new, computed = int(rows.starts[r]), int(rows.num_new[r]), int(rows.num_computed[r])
-        blocks, dropped = None, 0  # keys before the window are not even gathered
+        gathered, dropped = None, 0  # keys before the window are not even gathered
         if computed:
             if window is not None:
                 dropped = max(0, computed + 1 - window) // rows.block_size
-            blocks = to_device(rows.tables[r, dropped : -(-(computed + new) // rows.block_size)])
+            table = rows.tables[r, dropped : -(-(computed + new) // rows.block_size)]
+            gathered = place(to_device(table), 1)
         tiles = _plan_tiles(start, new, computed, dropped * rows.block_size, window, kv)
-        chunks.append(_Chunk(start, start + new, blocks, tiles))
+        chunks.append(_Chunk(start, start + new, gathered, tiles))
     return chunks
 
 

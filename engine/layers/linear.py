@@ -102,24 +102,21 @@ class Linear:
     x may have any dtype, y has ``out_dtype``.
     """
 
-    __slots__ = ("_apply", "_from_rows", "nbytes", "shape")
+    __slots__ = ("_by_rows", "_many", "nbytes", "shape")
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, choice: Choice, out_dtype: torch.dtype = torch.float32
     ) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
         built = {form: form.build(weight, bias, out_dtype) for form in choice.distinct}
-        # Largest first, so that the first entry that is not above the rows is the one.
-        self._from_rows = tuple(reversed(choice.from_rows))
-        self._apply = tuple(built[form] for form in reversed(choice.forms))
+        # One entry a number of rows up to where the last form begins: a look-up, not a search, each call.
+        self._by_rows = tuple(built[choice.form_for(rows)] for rows in range(choice.from_rows[-1]))
+        self._many = built[choice.forms[-1]]
         self.nbytes = sum(weight.numel() * form.weight_dtype.itemsize for form in choice.distinct)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
-        for start, apply in zip(self._from_rows, self._apply, strict=True):
-            if rows >= start:
-                return apply(x)
-        return self._apply[-1](x)  # no rows at all
+        return self._many(x) if rows >= len(self._by_rows) else self._by_rows[rows](x)
 
 
 def has_packing() -> bool:

@@ -36,11 +36,9 @@ class RotaryTable:
         )
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [tokens, heads, head_dim]; elements from rotary_dim on stay as they are. Returns a copy."""
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate x [tokens, heads, head_dim] in place; elements from rotary_dim on stay as they are."""
     rotary_dim = cos.shape[-1]
-    if rotary_dim == x.shape[-1]:
-        return torch.addcmul(x * cos, x.roll(rotary_dim // 2, -1), sin)
-    part = x[..., :rotary_dim]
-    turned = torch.addcmul(part * cos, part.roll(rotary_dim // 2, -1), sin)
-    return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
+    part = x if rotary_dim == x.shape[-1] else x[..., :rotary_dim]
+    swapped = part.roll(rotary_dim // 2, -1)
+    part.mul_(cos).addcmul_(swapped, sin)

@@ -14,7 +14,7 @@ from engine.kv_cache import KVCache
 from engine.layers.linear import Choice, Linear, choose, plain_choice
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import head_rms_norm, rms_norm
-from engine.layers.rope import RotaryTable, rotate
+from engine.layers.rope import RotaryTable, rotate_
 from engine.models.spec import ModelSpec
 
 SAMPLE_ELEMENTS = 16 << 20  # of weights, for measuring linear layers at load
@@ -121,7 +121,7 @@ class Decoder:
         """
         spec, eps = self.spec, self.spec.rms_norm_eps
         rotated, heads = spec.num_heads + spec.num_kv_heads, spec.num_heads
-        x = F.embedding(ids, self.embed).to(self.activation_dtype)
+        x = F.embedding(ids, self.embed).to(self.activation_dtype)  # new memory, which the layers add to
         cos, sin = self.rotary.at(positions, self.activation_dtype)
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(
@@ -129,12 +129,13 @@ class Decoder:
             )
             qk = qkv[:, :rotated]
             if layer.head_norm is not None:
-                qk = head_rms_norm(qk, layer.head_norm, eps)
-            qk = rotate(qk, cos, sin)
-            k, v = qk[:, heads:].to(kv.dtype), qkv[:, rotated:].to(kv.dtype)
+                qk.copy_(head_rms_norm(qk, layer.head_norm, eps))
+            rotate_(qk, cos, sin)
+            stored = qkv.to(kv.dtype)
+            q, k, v = stored[:, :heads], stored[:, heads:rotated], stored[:, rotated:]
             kv.k[i].index_copy_(0, slots, k)
             kv.v[i].index_copy_(0, slots, v)
-            x = x + layer.out(attention.attend(i, qk[:, :heads], k, v))
+            x += layer.out(attention.attend(i, q, k, v))
             x += layer.mlp(rms_norm(x, layer.post_norm, eps))
         if logit_rows is not None:
             x = x.index_select(0, logit_rows)

@@ -10,7 +10,7 @@ import torch
 from engine.layers.linear import Linear, plain_choice
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import head_rms_norm, rms_norm
-from engine.layers.rope import RotaryTable, rotate
+from engine.layers.rope import RotaryTable, rotate_
 from engine.models.rope import RopeSpec
 
 CPU = torch.device("cpu")
@@ -23,7 +23,8 @@ def test_rotation_turns_pairs_by_position_times_frequency(rotary_dim: int) -> No
     table = RotaryTable(spec, 64, CPU)
     positions = [0, 1, 5, 63]
     x = torch.randn(4, 3, 8)
-    got = rotate(x, *table.at(torch.tensor(positions), torch.float32))
+    got = x.clone()
+    rotate_(got, *table.at(torch.tensor(positions), torch.float32))
     half = rotary_dim // 2
     for t, position in enumerate(positions):
         for i in range(half):
