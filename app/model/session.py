@@ -33,7 +33,7 @@ from app.model.figures import (
 from app.model.requests import RequestBook, RequestView
 from app.model.series import BinTable, Ring, percentiles
 from app.model.timeline import TIMELINE_COLUMNS, Now, Timeline, kv_shares, sample
-from app.net.types import Batch, BlockView, LinkStatus
+from app.net.types import Batch, BlockView, LinkState, LinkStatus
 from ipc.messages import (
     ApplyEvent,
     Cfg,
@@ -284,8 +284,8 @@ class SessionModel:
 
     def _present(self, name: str) -> Figure:
         """Requests running or waiting now: of the newest step or, when it is newer, the engine's state."""
-        if self.state is None:
-            return Figure(None, why_none="no engine")
+        if self.state is None or self.link.state in (LinkState.DEAD, LinkState.OFFLINE):
+            return Figure(None, why_none="no engine runs")
         steps = StepWindow(self._steps, self.now_s - 1.0)
         if steps.n:
             return Figure(steps.last(name))

@@ -286,3 +286,14 @@ def test_counters_beyond_31_bits_are_drawn_as_they_are() -> None:
     late.ingest(batch(base_s + 0.2, steps=[step_row(1, base_s + 0.1)]))
     late.ingest(batch(base_s + 2.0))
     assert np.nansum(late.timeline.column("steps")) == 1
+
+
+def test_a_dead_engine_has_no_running_requests_and_the_past_stays() -> None:
+    session = session_with(3.0)
+    drawn = np.nansum(session.timeline.column("decode_tok_s"))
+    session.ingest(batch(104.0, link=LinkStatus(state=LinkState.DEAD, reason="killed")))
+    kpis = session.kpis()
+    assert (kpis.running.value, kpis.waiting.value) == (None, None)
+    assert kpis.running.why_none
+    assert np.nansum(session.timeline.column("decode_tok_s")) == drawn
+    assert kpis.decode_tok_s.value is not None
