@@ -139,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     model = args.model.resolve() if args.model else demo_model.path()
     runs: list[Run] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         plan, out = str(Path(folder) / "plan.json"), Path(folder) / "runs.json"
         run_peer(
@@ -167,8 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, module, arguments in peers:
             run_peer(name, module, plan, str(out), *arguments)
             runs += msgspec.json.decode(out.read_bytes(), type=list[Run])
-    rows = rows_of(runs)
-    args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+            rows = rows_of(runs)  # written after each peer: a later one that fails takes nothing along
+            args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
     if args.raw:
         args.raw.write_bytes(msgspec.json.encode(runs))
     print(table(rows))
