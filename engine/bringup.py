@@ -66,7 +66,7 @@ def bring_up(
     context = KnobContext(device=info.kind, attention=usable, max_model_len=loaded.spec.max_model_len)
     knobs = KnobStore(context, config.knobs)
     progress("allocating the KV pool", 0, 0)
-    core = EngineCore(loaded, config, knobs, sink, device_info=info)
+    core = EngineCore(loaded, config, knobs, sink, device_info=info, consume=True)
     log.info("%s is ready on %s in %s", loaded.info.name, info.name, loaded.info.dtype)
     return core, knobs, loaded.tokenizer
 

@@ -61,7 +61,8 @@ class ModelRunner:
 
         No position reaches ``max_model_len`` (default: the model's own).
         ``measure`` chooses linear implementations by measuring them (some tenths of a second on a CPU).
-        ``consume`` empties ``loaded.weights`` on the way, so that no second copy of them stays in memory.
+        ``loaded.weights`` stays usable and holds nothing twice, unless no linear layer keeps weights as they
+        were loaded; ``consume`` empties it, which then gives that memory back.
         Raises ValueError with the reason if the attention backend cannot run.
         """
         self.spec = loaded.spec
@@ -76,9 +77,10 @@ class ModelRunner:
                 dtype=dtype,
                 device=device,
                 max_len=max_model_len or loaded.spec.max_model_len,
-                consume=consume,
                 measure=measure,
             )
+        if consume:
+            loaded.weights.clear()
         self.sampler = Sampler(loaded.spec.vocab_size, loaded.eos_token_ids, device)
         self._padded = loaded.padded_ids.to(device) if loaded.padded_ids.numel() else None
         self._traffic = TrafficModel(

@@ -47,18 +47,19 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         max_len: int,
-        consume: bool = False,
         measure: bool = True,
     ) -> None:
-        """Fuse the weights by canonical name. ``consume`` takes them out of the mapping one by one.
+        """Take the weights by canonical name, some of them fused into one.
 
+        In ``weights`` the fused ones become views of that one, so that nothing is held twice; a mapping that
+        is no longer needed can be cleared afterwards.
         Positions must stay below ``max_len``.
         ``measure`` chooses the linear implementation by measuring; without it the plain one is used.
         """
         self.spec = spec
         self.dtype = dtype
         self.device = device
-        take = _Taker(weights, dtype, device, consume)
+        take = _Taker(weights, dtype, device)
         self.choice = self._choose(weights) if measure else plain_choice(dtype, device)
         computes_in = self.choice.computes_in
         self.activation_dtype = computes_in if device.type == "cpu" else dtype
@@ -164,18 +165,23 @@ class _Taker:
     """Hands out tensors by name, in the model's dtype and on its device."""
 
     def __init__(
-        self, weights: MutableMapping[str, Tensor], dtype: torch.dtype, device: torch.device, consume: bool
+        self, weights: MutableMapping[str, Tensor], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.weights = weights
         self.dtype = dtype
         self.device = device
-        self.consume = consume
 
     def __call__(self, name: str) -> Tensor:
-        tensor = self.weights.pop(name) if self.consume else self.weights[name]
-        return tensor.to(device=self.device, dtype=self.dtype)
+        return self.weights[name].to(device=self.device, dtype=self.dtype)
 
     def fused(self, *names: str) -> Tensor:
-        """The tensors one below the other, as one."""
+        """The tensors one below the other, as one, of which they become views."""
         parts = [self(name) for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(parts) == 1:
+            return parts[0]
+        whole = torch.cat(parts)
+        for name, view in zip(names, torch.split(whole, [len(part) for part in parts]), strict=True):
+            held = self.weights[name]
+            if held.dtype == whole.dtype and held.device == whole.device:
+                self.weights[name] = view
+        return whole

@@ -280,13 +280,19 @@ def test_a_step_without_requests_does_nothing() -> None:
     assert (out.token_ids, out.weight_bytes, out.flops) == ([], 0, 0)
 
 
-def test_consuming_the_weights_leaves_no_second_copy() -> None:
+def test_fusing_weights_holds_nothing_twice_and_leaves_them_usable() -> None:
     loaded, reference = tiny("qwen2")
-    copy = replace(loaded, weights=dict(loaded.weights))
-    driver = Driver(loaded, runner=ModelRunner(copy, device=CPU, dtype=torch.float32, consume=True))
-    assert copy.weights == {}
+    own = replace(loaded, weights=dict(loaded.weights))
+    runner = ModelRunner(own, device=CPU, dtype=torch.float32, measure=False)
+    q, k = (own.weights[f"layers.0.{name}_proj.weight"] for name in "qk")
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    again = Driver(loaded, runner=ModelRunner(own, device=CPU, dtype=torch.float32, measure=False))
+    ModelRunner(own, device=CPU, dtype=torch.float32, measure=False, consume=True)
+    assert own.weights == {}
     ids = prompt(30)
-    assert driver.generate(ids, COUNT) == tiny_models.greedy(reference, ids, COUNT)
+    want = tiny_models.greedy(reference, ids, COUNT)
+    assert again.generate(ids, COUNT) == want
+    assert Driver(loaded, runner=runner).generate(ids, COUNT) == want
 
 
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
