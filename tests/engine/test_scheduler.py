@@ -249,6 +249,17 @@ def test_equal_priority_never_preempts() -> None:
     assert all(r.preempt_count == 0 for r in requests)
 
 
+def test_an_earlier_equal_does_not_take_a_seat_back() -> None:
+    """B04: a preempted request that is first in the queue waits for its equal that runs."""
+    drive = Drive(max_num_seqs=2, policy="priority")
+    first, second = drive.add(prompt(1, 8), 20, priority=5), drive.add(prompt(2, 8), 20, priority=5)
+    drive.step()
+    drive.scheduler.preempt(first, drive.now_ns)
+    drive.flip(max_num_seqs=1)
+    drive.run()
+    assert (first.preempt_count, second.preempt_count) == (1, 0)
+
+
 def test_a_higher_priority_takes_blocks_only_if_that_lets_it_start() -> None:
     drive = Drive(num_blocks=8, block_size=4, policy="priority", priority_ageing_s=100.0)
     low = drive.add(prompt(1, 12), 4, priority=5)
@@ -306,6 +317,18 @@ def test_requests_of_one_prefix_compute_it_once() -> None:
     drive.run()
     assert sum(plan.prefill_tokens for plan in drive.plans) == 45 + 7 * 5
     assert [r.cached_tokens for _rid, r in sorted(drive.done.items())] == [0] + [40] * 7
+
+
+def test_keys_follow_the_block_size() -> None:
+    """A request that was running when the pool was rebuilt leaves blocks that the next one finds."""
+    drive = Drive(num_blocks=40, block_size=16)
+    drive.add(prompt(1, 40), 4)
+    drive.step()
+    drive.rebuild(160, 4)
+    drive.run()
+    again = drive.add(prompt(1, 40), 1)
+    drive.run()
+    assert again.cached_tokens == 36
 
 
 def test_a_leader_that_leaves_frees_its_followers() -> None:
