@@ -29,6 +29,7 @@ from app.errors import ErrorHub
 from app.lab.workload import WorkloadSpec
 from app.model.knobs import KnobStatus
 from app.net.types import LinkState
+from app.settings import DEFAULT_SIZE, MIN_SIZE
 from app.smoke_report import Change, Playground, Report, phases, summary
 from app.store.records import Baseline
 from app.store.store import ExportFormat, Store
@@ -51,11 +52,11 @@ LOAD = WorkloadSpec(
     output_tok=(12, 24),
 )
 SHOTS = (
-    ("console-dark", "dark", "en", QSize(1440, 900)),
-    ("console-light", "light", "en", QSize(1440, 900)),
-    ("console-dark-zh", "dark", "zh_CN", QSize(1440, 900)),
-    ("console-light-zh", "light", "zh_CN", QSize(1440, 900)),
-    ("console-dark-small", "dark", "en", QSize(1024, 680)),
+    ("console-dark", "dark", "en", DEFAULT_SIZE),
+    ("console-light", "light", "en", DEFAULT_SIZE),
+    ("console-dark-zh", "dark", "zh_CN", DEFAULT_SIZE),
+    ("console-light-zh", "light", "zh_CN", DEFAULT_SIZE),
+    ("console-dark-small", "dark", "en", MIN_SIZE),
     ("console-dark-large", "dark", "en", QSize(1920, 1200)),
 )
 T = TypeVar("T")
@@ -219,11 +220,13 @@ class Smoke:
         self._ended("without the prefix cache", self._done() + PER_PHASE + LOAD.concurrency)
         self._flip(True)
         self._ended("with the prefix cache again", self._done() + PER_PHASE + LOAD.concurrency)
+        self._collect()
 
     def _end_load(self) -> None:
         self.console.stop_load(drain=True)
         self._until("end of the load", 120, lambda: not self.console.load_run.running)
         self._live(0.6)  # the last rows come with the next frames
+        self._collect()
         self._judge_load()
 
     def _done(self) -> int:
@@ -264,24 +267,28 @@ class Smoke:
             raise SmokeError(f"{KNOB} was refused: {self.console.knobs.view(KNOB).reason}")
         return status is KnobStatus.APPLIED and len(self.console.session.markers) > known
 
-    def _judge_load(self) -> None:
+    def _collect(self) -> None:
+        """Put into the report what is known of the load so far."""
         report, session, run = self.report, self.console.session, self.console.load_run
-        rows = run.rows()
         report.load, report.load_valid = run.stats(), self.console.load_progress.valid
-        report.phases = phases(rows, report.changes)
+        report.phases = phases(run.rows(), report.changes)
         stages = session.stages()
         report.steps, report.outside_forward_share = stages.n, stages.outside_forward_share
         report.attention, report.kernels = session.attention, session.kernels
-        report.frame_ms = None if self.app.window.clock.cost_s is None else 1e3 * self.app.window.clock.cost_s
+        cost_s = self.app.window.clock.cost_s
+        report.frame_ms = None if cost_s is None else 1e3 * cost_s
         report.most_used_blocks, report.most_shared_blocks = self._most_used, self._most_shared
-        blocks = session.blocks
-        if blocks is None or not self._most_used:
+        if session.blocks is not None:
+            report.num_blocks, report.block_size = session.blocks.num_blocks, session.blocks.block_size
+
+    def _judge_load(self) -> None:
+        report, session = self.report, self.console.session
+        if session.blocks is None or not self._most_used:
             raise SmokeError("the KV map never showed a used block")
-        report.num_blocks, report.block_size = blocks.num_blocks, blocks.block_size
-        if int((blocks.state == BLOCK_FREE).sum()) == blocks.num_blocks:
-            report.notes.append("after the load no block was kept by the prefix cache")
-        if report.load.errors:
-            raise SmokeError(f"requests of the load failed: {report.load.errors}")
+        if bool((session.blocks.state == BLOCK_FREE).all()):
+            raise SmokeError("the prefix cache is on, and after the load the KV map shows no cached block")
+        if report.load is None or report.load.errors or not report.load.ok:
+            raise SmokeError(f"requests of the load failed: {report.load}")
         if session.kpis().decode_tok_s.value is None:
             raise SmokeError("the KPI strip has no figure for the output rate while a load ran")
         on, off, again = report.phases
