@@ -6,6 +6,7 @@ that it empties between two steps, and hear of everything through the events of 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import threading
@@ -127,6 +128,8 @@ class EngineCore:
 
     def submit(self, request: Request) -> None:
         """Queue a request. RequestRefused if it can never run here, or if too many are waiting."""
+        if request.rid in self.answers.live:
+            raise ValueError(f"request id {request.rid} is in use; take ids from new_rid")
         if self.phase in ("failed", "stopping"):
             raise RequestRefused("not_ready", f"the engine is {self.phase}: {self._reason}")
         check_request(request, vocab_size=self.loaded.spec.vocab_size, max_model_len=self.max_model_len)
@@ -193,6 +196,15 @@ class EngineCore:
 
     def run(self, stop: threading.Event) -> None:
         """Step until ``stop`` is set (and `wake` called), asleep while idle; then cancel what is live."""
+        # What was loaded until now stays: a full collection that walks it would hold up a step.
+        gc.collect()
+        gc.freeze()
+        try:
+            self._run(stop)
+        finally:
+            gc.unfreeze()
+
+    def _run(self, stop: threading.Event) -> None:
         while not stop.is_set():
             if self.step():
                 continue
@@ -292,8 +304,6 @@ class EngineCore:
         return took
 
     def _accept_request(self, request: Request, now_ns: int) -> None:
-        if request.rid in self.answers.live:
-            raise ValueError(f"request id {request.rid} is in use; take ids from new_rid")
         self.answers.begin(request)
         pool = self.scheduler.pool
         try:  # again, because the pool may have been rebuilt since
