@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import threading
@@ -18,6 +19,7 @@ from engine.config import ConfigError, EngineConfig
 from engine.door import RequestRefused
 from engine.knob_store import PatchRefused
 from engine.models.loader import LoadedModel
+from engine.request import Request
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
 
@@ -529,6 +531,70 @@ def test_stopping_ends_what_is_live(model: LoadedModel) -> None:
     thread.join(30)
     assert not thread.is_alive()
     assert {engine.heard.done[rid].finish for rid in rids} == {"cancelled"}
+
+
+def test_everything_at_once_from_several_threads(model: LoadedModel) -> None:
+    """Submits, cancels and flips while the loop runs: each request ends once and with its own tokens, the
+    ledger, checked in every step, stays whole, and nothing is left."""
+    prompts = [prompt(n % 5, 10 + 7 * (n % 5)) for n in range(5)]
+    sampling = Sampling(max_tokens=10, ignore_eos=True)
+    expected = Engine(model).generate(prompts, sampling)
+    engine = Engine(model, pool_tokens=320)
+    core, stop = engine.core, threading.Event()
+    submitted: dict[int, int] = {}
+    cancelled: set[int] = set()
+    loop = threading.Thread(target=core.run, args=(stop,))
+    loop.start()
+
+    def submit(first: int) -> None:
+        rng = random.Random(first)
+        for n in range(60):
+            which = (first + n) % 5
+            rid = core.new_rid()
+            submitted[rid] = which
+            core.submit(Request(rid, prompts[which], sampling, priority=n % 3, stream=n % 2 == 0))
+            if rng.random() < 0.2:
+                cancelled.add(rid)
+                core.cancel([rid])
+            if rng.random() < 0.3:
+                time.sleep(0.01)
+
+    def flip() -> None:
+        rng = random.Random(7)
+        flips: list[dict[str, Any]] = [
+            {"block_size": 4}, {"block_size": 16, "prefix_cache": False}, {"kv_allocation": "contiguous"},
+            {"prefix_cache": True, "policy": "priority"}, {"kv_allocation": "paged", "attention": "naive"},
+            {"attention": "sdpa"},
+            {"batching": "static", "prefill_chunk_tokens": 5}, {"batching": "continuous", "policy": "fcfs"},
+        ]  # fmt: skip
+        for _ in range(25):
+            with contextlib.suppress(PatchRefused):
+                core.propose(rng.choice(flips), core.knobs.rev)
+            time.sleep(0.02)
+
+    threads = [threading.Thread(target=submit, args=(n,)) for n in range(3)] + [threading.Thread(target=flip)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    deadline = time.monotonic() + 60
+    while len(engine.heard.done) < len(submitted) and loop.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    stop.set()
+    core.wake()
+    loop.join(30)
+    assert core.phase == "stopping", core.state().reason
+    assert set(engine.heard.done) == set(submitted)
+    for rid, done in engine.heard.done.items():
+        want = expected[submitted[rid]]
+        if done.finish == "cancelled":
+            assert rid in cancelled
+            assert engine.ids(rid) == want[: len(engine.ids(rid))]
+        else:
+            assert (done.finish, engine.ids(rid)) == ("length", want)
+    assert len([a for a in engine.heard.applies if a.result == "ok"]) >= 3
+    assert core.scheduler.pool.num_used == 0
+    assert not core.answers.live
 
 
 def test_many_short_requests_leave_nothing_behind() -> None:
