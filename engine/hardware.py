@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.layers.linear import candidates
+from engine.memory import available_bytes
 from ipc.messages import DeviceInfo
 
 CPU_BUFFER_BYTES = 64 << 20  # well above the last-level caches of most CPUs
@@ -146,7 +147,7 @@ def _product_flops(device: torch.device, dtype: torch.dtype) -> float:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return available_bytes()
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:

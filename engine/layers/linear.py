@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.memory import available_bytes
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -158,7 +159,7 @@ def choose(
     if len(forms) == 1:
         return Choice((1,), (forms[0],))
     if free_bytes is None:
-        free_bytes = int(psutil.virtual_memory().available)
+        free_bytes = available_bytes()
     held = forms[0]  # the loaded weights are there already
     if dtype != torch.float32:
         fits = total_elements * 4 <= free_bytes * MEMORY_MARGIN

@@ -1,0 +1,33 @@
+"""How much memory this process may still take: the machine's, or less in a container that has a limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes(cgroup: Path = CGROUP) -> int:
+    """Bytes that can be allocated without swapping or hitting the control group's limit.
+
+    cgroup: the mount of the process's control group, of version 2 (Linux kernel, cgroup-v2.rst) or 1.
+    """
+    free = int(psutil.virtual_memory().available)
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        allowed, taken = _number(cgroup / limit), _number(cgroup / used)
+        if allowed is not None and taken is not None:
+            free = min(free, max(0, allowed - taken))
+    return free
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None without one, which is also how the kernel says "max"."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,32 @@
+"""What may still be allocated, with and without a container's limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from engine.memory import available_bytes
+
+
+def test_a_limit_below_the_machines_memory_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("300000\n")
+    (tmp_path / "memory.current").write_text("100000\n")
+    assert available_bytes(tmp_path) == 200_000
+    (tmp_path / "memory.current").write_text("300001\n")
+    assert available_bytes(tmp_path) == 0
+
+
+def test_the_older_kind_of_control_group_counts_too(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("5000")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("1000")
+    assert available_bytes(tmp_path) == 4000
+
+
+def test_without_a_limit_it_is_the_machines_memory(tmp_path: Path) -> None:
+    total = psutil.virtual_memory().total
+    assert 0 < available_bytes(tmp_path) <= total
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("100\n")
+    assert 1 << 20 < available_bytes(tmp_path) <= total
