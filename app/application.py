@@ -95,6 +95,7 @@ class Application(QObject):
         old.keep_console = True
         old.close()
         self.window = self._make_window()
+        self.window.setGeometry(old.geometry())
         self.window.show()
         old.deleteLater()
 

@@ -46,7 +46,7 @@ class Catalogue:
         return self.texts.get(source, source)
 
     def foreign(self, text: str) -> str:
-        """The translation of a finished text, or ``text``. What a placeholder stands for is translated too."""
+        """The translation of a finished text, or ``text``. Placeholders' contents are translated too."""
         if not self._patterns or not text:
             return text
         if text not in self._cache:

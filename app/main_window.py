@@ -22,7 +22,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from PySide6.QtCore import QByteArray, QEvent, Qt, QTimer, Signal, Slot
-from PySide6.QtGui import QAction, QCloseEvent, QGuiApplication
+from PySide6.QtGui import QAction, QCloseEvent, QGuiApplication, QResizeEvent
 from PySide6.QtWidgets import (
     QApplication,
     QFileDialog,
@@ -229,12 +229,11 @@ class MainWindow(QMainWindow):
             self.addAction(action)
             self.panel_actions.append(action)
         self.menus["view"].insertMenu(self.action("reset_layout"), panels)
-        brand = label("Decodeck", "brand")
-        self.menuBar().setCornerWidget(brand, Qt.Corner.TopLeftCorner)
-        brand.show()
-        search = button(f"{tr('Search commands')}   Ctrl+K", self.open_palette, "search")
-        self.menuBar().setCornerWidget(search, Qt.Corner.TopRightCorner)
-        search.show()
+        # Kept as attributes: the menu bar does not keep the Python side of its corners alive.
+        self._brand = label("Decodeck", "brand")
+        self.menuBar().setCornerWidget(self._brand, Qt.Corner.TopLeftCorner)
+        self._search = button(f"{tr('Search commands')}   Ctrl+K", self.open_palette, "search")
+        self.menuBar().setCornerWidget(self._search, Qt.Corner.TopRightCorner)
         settings = self.console.settings
         self.actions_by_id.choose("span", settings.time_window_s)
         self.actions_by_id.choose("theme", settings.theme)
@@ -293,14 +292,14 @@ class MainWindow(QMainWindow):
         screens = QGuiApplication.screens()
         primary = QGuiApplication.primaryScreen()
         ordered = [s for s in screens if s is primary] + [s for s in screens if s is not primary]
-        self.setMinimumSize(1024, 640)
+        self.setMinimumSize(1120, 680)
         self.setGeometry(reachable(settings.rect, [s.availableGeometry() for s in ordered]))
         if settings.maximized:
             self.setWindowState(Qt.WindowState.WindowMaximized)
         state = settings.window_state
         if state.isEmpty() or not self.restoreState(state, LAYOUT_VERSION):
             # Sizes of docks hold only once the window has been laid out.
-            QTimer.singleShot(0, self._size_docks)
+            QTimer.singleShot(0, self, self._size_docks)
         if not settings.splitter_state.isEmpty():
             self.splitter.restoreState(settings.splitter_state)
 
@@ -327,6 +326,10 @@ class MainWindow(QMainWindow):
             self.hide()
             self.console.close()
         event.accept()
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self.toasts.arrange()
 
     def changeEvent(self, event: QEvent) -> None:
         super().changeEvent(event)

@@ -9,11 +9,6 @@ from app.model.session import SessionModel
 from app.net.types import LinkState
 from app.units import data, percent, seconds
 
-STAGES = {
-    "reading": N_("reading weights"), "dequantize": N_("reading weights"), "weights": N_("reading weights"),
-    "tokenizer": N_("reading the tokenizer"), "measure": N_("measuring this machine"),
-    "warming": N_("warming up"),
-}  # fmt: skip
 PILLS: dict[LinkState, tuple[str, str]] = {
     LinkState.OFFLINE: ("off", N_("No engine")),
     LinkState.STARTING: ("busy", N_("Starting")),
@@ -78,7 +73,7 @@ def _loading(session: SessionModel) -> Message:
     done = tr("{share} ({done} of {total})").format(
         share=percent(share), done=data(state.done_bytes), total=data(state.total_bytes)
     )
-    stage = tr_later(STAGES.get(state.stage, state.stage))
+    stage = tr_engine(state.stage)
     return Message("busy", tr("Loading the model"), f"{stage} · {done}" if stage else done, share=share)
 
 

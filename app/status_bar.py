@@ -31,7 +31,6 @@ class StatusLine(QStatusBar):
         self.engine = ElidedLabel("", "small")
         self.age = label("", "small", tr("Time since anything was heard from the engine."))
         self.cost = label("", "small")
-        set_tip(self.cost, tr("Frames per second, the time one takes, and this window's share of one core."))
         self.span = button(
             "", self._next_span, "flat", tr("Time shown by the charts; click for the next one.")
         )
@@ -59,9 +58,10 @@ class StatusLine(QStatusBar):
         self._measure()
         frames, cost = window.clock.frames_per_s, window.clock.cost_s
         if frames is not None and cost is not None:
-            share = percent(self.cpu_share)
-            text = tr("{frames} fps · {cost} · {share} of a core")
-            self.cost.setText(text.format(frames=f"{frames:.0f}", cost=seconds(cost), share=share))
+            text = tr("{frames} fps · {share} of a core")
+            self.cost.setText(text.format(frames=f"{frames:.0f}", share=percent(self.cpu_share)))
+            tip = tr("Frames per second, and this window's share of one core. A frame takes {cost}.")
+            set_tip(self.cost, tip.format(cost=seconds(cost)))
         minutes = window.view.span_s / 60
         self.span.setText(f"{minutes:.0f} min" if minutes < 60 else "1 h")
         self.pause.setText(tr("Resume") if window.view.paused else tr("Pause"))

@@ -68,7 +68,7 @@ DARK = Tokens(
     selection="#24425a", hover="#2b313a",
     ok_text="#35b68c", warning="#e69f00", warning_text="#e6a417", alarm="#d55e00", alarm_text="#f5834a",
     series_a="#56b4e9", series_b="#e69f00", series_c="#cc79a7", series_d="#009e73", knob="#e6e9ee",
-    kv_free="#252a32", kv_cached="#3d6a8a", kv_used="#56b4e9", kv_shared="#e69f00",
+    kv_free="#2d343d", kv_cached="#3d6a8a", kv_used="#56b4e9", kv_shared="#e69f00",
     kv_reserved="#5d6673", kv_host="#8b70a8",
 )  # fmt: skip
 
@@ -78,7 +78,7 @@ LIGHT = Tokens(
     selection="#cfe4f2", hover="#e6eaef",
     ok_text="#007a59", warning="#a86f00", warning_text="#8a5a00", alarm="#d55e00", alarm_text="#b54a00",
     series_a="#0072b2", series_b="#a86f00", series_c="#a8508a", series_d="#00805d", knob="#ffffff",
-    kv_free="#e9edf1", kv_cached="#a9c9e0", kv_used="#0072b2", kv_shared="#c98500",
+    kv_free="#e3e8ed", kv_cached="#a9c9e0", kv_used="#0072b2", kv_shared="#c98500",
     kv_reserved="#b6bec8", kv_host="#8e74ad",
 )  # fmt: skip
 

@@ -104,6 +104,7 @@ def _table(heads: list[str], rows: list[list[str]], right_from: int = 99) -> QTa
     table.verticalHeader().hide()
     table.verticalHeader().setDefaultSectionSize(24)
     table.horizontalHeader().setSectionResizeMode(QHeaderView.ResizeMode.Stretch)
+    table.horizontalHeader().setSectionResizeMode(0, QHeaderView.ResizeMode.ResizeToContents)
     return table
 
 

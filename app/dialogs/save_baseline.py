@@ -76,9 +76,8 @@ class SaveBaselineDialog(QDialog):
         if source == "live":
             number = len(self._console.session.live_window(span_s=float(span)).requests)
             if number == 0:
-                self.hint.setText(
-                    tr("No request ended in this time: the baseline keeps the configuration alone.")
-                )
+                self.save.setEnabled(False)
+                self.hint.setText(tr("No request ended in this time. Start a load, or choose a longer time."))
                 set_role(self.hint, "warning")
                 return
             self.hint.setText(tr("{n} requests ended in this time.").format(n=count(number)))

@@ -49,7 +49,7 @@ HEADS = (
     (N_("Output"), N_("Generated tokens per second over the measurement.")),
     (N_("Validity"), N_("Whether anything speaks against believing the figures.")),
 )
-WIDTHS = (150, 118, 150, 70, 70, 80, 80, 80, 92, 76)
+WIDTHS = (110, 92, 118, 64, 74, 86, 86, 84, 96, 70)
 
 
 class BaselineTable(QAbstractTableModel):
@@ -77,7 +77,11 @@ class BaselineTable(QAbstractTableModel):
         if role == Qt.ItemDataRole.DisplayRole:
             return _cells(item)[index.column()]
         if role == Qt.ItemDataRole.ToolTipRole:
-            return plain_tip("\n".join(part for part in (item.note, item.device, item.id) if part))
+            return plain_tip(
+                "\n".join(
+                    part for part in (item.note, item.model, item.device, _stamp(item), item.id) if part
+                )
+            )
         if role == Qt.ItemDataRole.TextAlignmentRole:
             side = Qt.AlignmentFlag.AlignRight if 4 <= index.column() <= 8 else Qt.AlignmentFlag.AlignLeft
             return side | Qt.AlignmentFlag.AlignVCenter
@@ -98,8 +102,12 @@ class BaselineTable(QAbstractTableModel):
         return None
 
 
+def _stamp(item: BaselineSummary) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.created_unix_ms / 1000))
+
+
 def _cells(item: BaselineSummary) -> list[str]:
-    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(item.created_unix_ms / 1000))
+    saved = time.strftime("%m-%d %H:%M", time.localtime(item.created_unix_ms / 1000))
     name = item.name + (f" ({tr('imported')})" if item.imported else "")
     return [
         name, saved, item.model, tr("load run") if item.source == "load" else tr("live"),

@@ -120,7 +120,7 @@ class LatencyChart(TimelineChart):
         n = session.timeline.column(f"{self._kind}_n", 1.0)
         number = float(n[-1]) if len(n) and n[-1] == n[-1] else 0.0
         if number <= 0:
-            return tr("no traffic in the last {window}").format(window=span(session.latency_window_s))
+            return tr("no traffic")
         return f"n={count(number)} · {span(session.latency_window_s)}"
 
 

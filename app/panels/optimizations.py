@@ -78,10 +78,10 @@ class OptimizationsPanel(QWidget):
         pending = sum(view.status is KnobStatus.PENDING for view in views)
         self.undo.setEnabled(ready and knobs.can_undo)
         self.defaults.setEnabled(ready and bool(self._off_default()))
-        parts = [tr("revision {rev}").format(rev=knobs.rev)] if knobs.rev is not None else []
-        if pending:
-            parts.insert(0, tr("{n} pending").format(n=pending))
-        self.summary_changed.emit(" · ".join(parts))
+        summary = tr("rev {rev}").format(rev=knobs.rev) if knobs.rev is not None else ""
+        if pending and ready:
+            summary = tr("{n} pending").format(n=pending)
+        self.summary_changed.emit(summary)
         self._stack.setCurrentIndex(1 if views else 0)
 
     def _rebuild(self, infos: list[KnobInfo]) -> None:

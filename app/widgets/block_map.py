@@ -134,6 +134,7 @@ class BlockMap(QAbstractScrollArea):
         empty[: stop - start] = table[1][np.minimum(state, BLOCK_HOST)]
         if self._chosen is not None:
             others = ~self._chosen[start:stop]
+            others &= state != BLOCK_FREE
             full[: stop - start][others] = table[1][np.minimum(state, BLOCK_HOST)][others]
         inner = cell - 1
         fill = np.zeros(count, np.int64)
@@ -180,9 +181,12 @@ def _colour_table() -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
     for token in STATE_TOKENS.values():
         colour = theme.colour(token)
         full.append(colour.rgba())
-        mix = [
-            round(0.28 * a + 0.72 * b) for a, b in zip(colour.getRgb()[:3], panel.getRgb()[:3], strict=True)
-        ]
+        pairs = (
+            (colour.red(), panel.red()),
+            (colour.green(), panel.green()),
+            (colour.blue(), panel.blue()),
+        )
+        mix = [round(0.28 * own + 0.72 * ground) for own, ground in pairs]
         pale.append(QColor(*mix).rgba())
     return np.array(full, np.uint32), np.array(pale, np.uint32)
 

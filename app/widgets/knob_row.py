@@ -151,7 +151,7 @@ class KnobRow(QWidget):
 
     def show_view(self, view: KnobView, enabled: bool) -> None:
         """Show what is applied, what is asked for and how it stands. ``enabled``: the engine can be asked."""
-        pending = view.status is KnobStatus.PENDING
+        pending = view.status is KnobStatus.PENDING and enabled
         usable = enabled and self.info.available and self.info.apply != "restart"
         self._show_value(view.desired)
         self.editor.setEnabled(usable and not pending)
@@ -160,7 +160,7 @@ class KnobRow(QWidget):
             self.editor.set_pending(pending)
         else:
             set_state(self.editor, "state", "pending" if pending else "")
-        text, role = self._status(view)
+        text, role = self._status(view, pending)
         self.status.set_full_text(text)
         set_role(self.status, role)
         if text and view.reason:
@@ -185,10 +185,10 @@ class KnobRow(QWidget):
             return bool(self.editor.lineEdit().isModified())
         return False
 
-    def _status(self, view: KnobView) -> tuple[str, str]:
+    def _status(self, view: KnobView, pending: bool) -> tuple[str, str]:
         if not self.info.available:
             return tr_engine(self.info.reason), "small"
-        if view.status is KnobStatus.PENDING:
+        if pending:
             return tr("applying…"), "warning"
         if view.status is KnobStatus.REFUSED:
             return tr("refused: {why}").format(why=tr_engine(view.reason)), "alarm"

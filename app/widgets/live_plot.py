@@ -166,7 +166,7 @@ class LivePlot(QFrame):
         return (10.0**self._low, 10.0**self._top) if self._log else (self._low, self._top)
 
     def set_data(self, t_s: F64, data: Mapping[str, F64]) -> None:
-        """New curves: times [n] in seconds, 0 is now and the past negative; values [n] by key, NaN for gaps."""
+        """New curves: times [n] in seconds, 0 is now, past negative; values [n] by key, NaN for gaps."""
         self._t = t_s
         self._data = {key: np.asarray(values, dtype=np.float64) for key, values in data.items()}
         extremes: list[float] = []

@@ -41,6 +41,9 @@ class StatusPill(QWidget):
         metrics = self.fontMetrics()
         return QSize(metrics.horizontalAdvance(self._text) + 26, metrics.height() + 4)
 
+    def minimumSizeHint(self) -> QSize:
+        return self.sizeHint()
+
     def paintEvent(self, event: QPaintEvent) -> None:
         t = theme.tokens()
         mark = {"ok": t.ok_text, "busy": t.accent, "warning": t.warning, "alarm": t.alarm, "off": t.dim}

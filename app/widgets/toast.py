@@ -15,6 +15,7 @@ SHOWN_MS = {"info": 4000, "warning": 9000, "error": 15000}
 MAX_TOASTS = 4
 WIDTH = 360
 GAP = 8
+TEXT_MARGIN = 62  # mark, close button and margins
 
 
 class Toast(QFrame):
@@ -54,6 +55,14 @@ class Toast(QFrame):
         self._timer.timeout.connect(self.close_now)
         self._timer.start()
 
+    def wanted_height(self) -> int:
+        """The height that shows the whole text."""
+        layout = self.layout()
+        assert layout is not None
+        layout.activate()
+        text = self._label.heightForWidth(WIDTH - TEXT_MARGIN)
+        return max(layout.totalHeightForWidth(WIDTH), text + 16, layout.totalMinimumSize().height())
+
     def again(self) -> None:
         """The same notice came once more: count it instead of stacking it."""
         self.count += 1
@@ -81,14 +90,16 @@ class Toast(QFrame):
 
 
 class ToastStack(QObject):
-    """The notices of one window, newest at the bottom, at its lower right corner."""
+    """The notices of one window, newest at the bottom, at its lower right corner.
+
+    The window calls `arrange` when its size has changed.
+    """
 
     def __init__(self, window: QWidget) -> None:
         super().__init__(window)
         self.window = window
         self.toasts: list[Toast] = []
         self.bottom_margin = 40
-        window.installEventFilter(self)
 
     def show_notice(self, level: str, text: str, detail: str = "") -> None:
         """Show a notice; the same one again is only counted."""
@@ -114,14 +125,7 @@ class ToastStack(QObject):
         """Stack the notices from the bottom up."""
         y = self.window.height() - self.bottom_margin
         for toast in reversed(self.toasts):
-            layout = toast.layout()
-            height = layout.heightForWidth(WIDTH) if layout and layout.hasHeightForWidth() else 0
-            toast.resize(WIDTH, max(height, toast.minimumSizeHint().height()))
+            toast.resize(WIDTH, toast.wanted_height())
             y -= toast.height() + GAP
             toast.move(self.window.width() - WIDTH - 16, y)
             toast.raise_()
-
-    def eventFilter(self, watched: QObject, event: QEvent) -> bool:
-        if event.type() == QEvent.Type.Resize:
-            self.arrange()
-        return False

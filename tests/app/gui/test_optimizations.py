@@ -1,0 +1,142 @@
+"""The panel is the registry; a click is pending until the engine has answered."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QComboBox, QSpinBox
+from pytestqt.qtbot import QtBot
+
+from app.main_window import MainWindow
+from app.widgets.toggle import ToggleSwitch
+from ipc.messages import CfgSet, Error
+from tests.app.gui.conftest import beat, until
+from tests.app.gui.feed import KNOBS, FeedLink
+
+
+def test_every_knob_of_the_registry_has_a_row_with_its_editor(window: MainWindow, link: FeedLink) -> None:
+    assert window.optimizations.rows == {}
+    link.ready()
+    beat(window)
+    rows = window.optimizations.rows
+    assert list(rows) == [info.id for info in KNOBS]
+    assert isinstance(rows["prefix_cache"].editor, ToggleSwitch)
+    assert isinstance(rows["max_num_seqs"].editor, QSpinBox)
+    assert isinstance(rows["attention"].editor, QComboBox)
+    assert rows["prefix_cache"].editor.isChecked()
+    assert rows["max_num_seqs"].editor.value() == 64
+    assert rows["block_size"].status.full_text == "rebuilds KV"
+
+
+def test_what_is_not_available_says_why_and_takes_no_click(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window)
+    row = window.optimizations.rows["cuda_graphs"]
+    assert not row.editor.isEnabled()
+    assert row.status.full_text == "not built yet"
+    attention = window.optimizations.rows["attention"].editor
+    item = attention.model().item(2)
+    assert not item.isEnabled()
+    assert "needs CUDA" in item.text()
+
+
+def test_engine_text_is_never_markup(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window)
+    tip = window.optimizations.rows["prefix_cache"].toolTip()
+    assert "&lt;b&gt;" in tip
+    assert "<b>" not in tip
+
+
+def test_a_click_is_pending_until_it_is_applied(window: MainWindow, link: FeedLink, qtbot: QtBot) -> None:
+    link.ready()
+    beat(window)
+    row = window.optimizations.rows["prefix_cache"]
+    qtbot.mouseClick(row.editor, Qt.MouseButton.LeftButton)
+    number, command = link.last(CfgSet)
+    assert command.patch == {"prefix_cache": False}
+    assert command.expect_rev == 0
+    beat(window, 1)
+    assert row.editor.pending
+    assert not row.editor.isEnabled()
+    assert row.status.full_text == "applying…"
+    link.apply(number, command)
+    beat(window, 4)
+    assert not row.editor.pending
+    assert row.editor.isEnabled()
+    assert not row.editor.isChecked()
+    assert row.status.full_text.startswith("applied in 1.50")
+    assert window.view.marks()[0].label == "Prefix cache: off"
+
+
+def test_a_refused_click_goes_back_and_says_why(window: MainWindow, link: FeedLink, qtbot: QtBot) -> None:
+    link.ready()
+    beat(window)
+    row = window.optimizations.rows["prefix_cache"]
+    qtbot.mouseClick(row.editor, Qt.MouseButton.LeftButton)
+    number, _ = link.last(CfgSet)
+    refusal = Error(id=number, code="invalid", message="no", keys={"prefix_cache": "not with this model"})
+    link.answer(number, refusal)
+    beat(window, 3)
+    assert row.editor.isChecked()
+    assert "not with this model" in row.status.full_text
+    assert any("not with this model" in toast.text for toast in window.toasts.toasts)
+
+
+def test_a_change_that_failed_is_rolled_back_and_told(
+    window: MainWindow, link: FeedLink, qtbot: QtBot
+) -> None:
+    link.ready()
+    beat(window)
+    qtbot.mouseClick(window.optimizations.rows["prefix_cache"].editor, Qt.MouseButton.LeftButton)
+    number, command = link.last(CfgSet)
+    link.apply(number, command, ok=False, why="out of memory")
+    beat(window, 4)
+    assert window.optimizations.rows["prefix_cache"].editor.isChecked()
+    assert any("out of memory" in toast.text for toast in window.toasts.toasts)
+    assert not window.view.marks()[0].ok
+
+
+def test_arrow_clicks_make_one_change(window: MainWindow, link: FeedLink, qtbot: QtBot) -> None:
+    link.ready()
+    beat(window)
+    spin = window.optimizations.rows["max_num_seqs"].editor
+    spin.setFocus()
+    for _ in range(3):
+        qtbot.keyClick(spin, Qt.Key.Key_Up)
+    wanted = spin.value()
+    assert wanted > 64
+    qtbot.waitUntil(lambda: any(isinstance(c, CfgSet) for c in link.sent), timeout=5000)
+    qtbot.wait(50)
+    patches = [c.patch for c in link.sent if isinstance(c, CfgSet)]
+    assert patches == [{"max_num_seqs": wanted}]
+
+
+def test_a_choice_is_sent_by_its_id(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window)
+    combo = window.optimizations.rows["batching"].editor
+    combo.setCurrentIndex(0)
+    combo.activated.emit(0)
+    assert link.last(CfgSet)[1].patch == {"batching": "static"}
+
+
+def test_undo_asks_for_the_inverse(window: MainWindow, link: FeedLink, qtbot: QtBot) -> None:
+    link.ready()
+    beat(window)
+    assert not window.action("undo").isEnabled()
+    qtbot.mouseClick(window.optimizations.rows["prefix_cache"].editor, Qt.MouseButton.LeftButton)
+    link.apply(*link.last(CfgSet))
+    until(window, lambda: window.action("undo").isEnabled())
+    window.action("undo").trigger()
+    number, command = link.last(CfgSet)
+    assert command.patch == {"prefix_cache": True}
+    link.apply(number, command, rev=2)
+    until(window, lambda: window.action("redo").isEnabled())
+    assert window.optimizations.rows["prefix_cache"].editor.isChecked()
+
+
+def test_defaults_ask_only_for_what_differs(window: MainWindow, link: FeedLink) -> None:
+    link.ready(max_num_seqs=8, prefix_cache=False)
+    beat(window)
+    window.optimizations.defaults.click()
+    assert link.last(CfgSet)[1].patch == {"max_num_seqs": 64, "prefix_cache": True}

@@ -1,0 +1,183 @@
+"""Table models keep Qt's rules, and the baselines panel does what its buttons say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pytestqt.modeltest import ModelTester
+from pytestqt.qtbot import QtBot
+
+from app.dialogs.compare import CompareDialog, metric_name
+from app.dialogs.save_baseline import SaveBaselineDialog
+from app.main_window import MainWindow
+from app.model.log_table import DEPTH, LogFilter, LogModel
+from app.panels.baselines import safe_name
+from ipc.messages import CfgSet, LogLine
+from tests.app import builders as b
+from tests.app.gui.conftest import beat, until
+from tests.app.gui.feed import FeedLink
+
+
+def test_requests_change_in_place_and_new_ones_come_on_top(
+    window: MainWindow, link: FeedLink, qtmodeltester: ModelTester
+) -> None:
+    model = window.requests.model
+    link.ready()
+    beat(window, 1)
+    link.push(
+        requests=[b.request_row(1, window.session.now_s, state="decode", end_ns=None, finish=None, tokens=3)]
+    )
+    beat(window, 2)
+    assert model.index(0, 1).data() == "decode"
+    resets: list[int] = []
+    model.modelReset.connect(lambda: resets.append(1))
+    link.push(
+        requests=[b.request_row(1, window.session.now_s, tokens=3), b.request_row(2, window.session.now_s)]
+    )
+    beat(window, 2)
+    assert model.rowCount() == 2
+    assert model.index(0, 0).data() == "2  t/2"
+    assert model.index(1, 1).data() == "length"
+    assert model.index(1, 6).data() == "50.0\u00a0ms"
+    assert not resets
+    qtmodeltester.check(model)
+    qtmodeltester.check(window.requests.proxy)
+
+
+def test_the_request_table_is_bounded(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window, 1)
+    for start in range(0, 6000, 500):
+        link.push(requests=[b.request_row(start + i + 1, window.session.now_s - 20) for i in range(500)])
+        beat(window, 1)
+    assert 1000 <= window.requests.model.rowCount() <= 2000
+    assert window.requests.model.index(0, 0).data().startswith("6000")
+
+
+def test_requests_are_filtered(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window, 1)
+    link.push(
+        requests=[b.request_row(i, window.session.now_s, tag="chat" if i % 2 else "code") for i in (1, 2, 3)]
+    )
+    beat(window, 2)
+    window.action("filter_requests").trigger()
+    window.requests.filter.setText("CODE")
+    assert window.requests.proxy.rowCount() == 1
+
+
+def lines(n: int, level: str = "info", start: int = 0) -> list[LogLine]:
+    return [
+        LogLine(n=start + i, level=level, unix_ms=i, source="engine", message=f"line {start + i}")
+        for i in range(n)
+    ]
+
+
+def test_the_log_is_bounded_and_filtered(qtmodeltester: ModelTester, qtbot: QtBot) -> None:
+    model = LogModel()
+    shown = LogFilter(model)
+    model.append(lines(DEPTH - 5))
+    model.append(lines(10, "error", DEPTH))
+    assert model.rowCount() == DEPTH
+    shown.set_least("error")
+    assert shown.rowCount() == 10
+    shown.set_text(f"LINE {DEPTH + 3}")
+    assert shown.rowCount() == 1
+    qtmodeltester.check(model)
+    model.append(lines(3 * DEPTH))
+    assert model.rowCount() == DEPTH
+
+
+def test_the_log_takes_the_engines_lines_and_the_consoles_own(window: MainWindow, link: FeedLink) -> None:
+    window.show_panel("log")
+    link.ready()
+    link.push(logs=[LogLine(n=1, level="info", unix_ms=0, source="engine", message="hello <i>\nthere")])
+    beat(window, 2)
+    window.console.errors.put("went wrong", "Traceback")
+    beat(window, 3)
+    texts = [window.log.filter.index(i, 0).data() for i in range(window.log.filter.rowCount())]
+    assert any("hello <i> there" in text for text in texts)
+    assert any("ERROR" in text and "went wrong" in text for text in texts)
+
+
+def test_baselines_are_saved_compared_restored_and_carried_over(
+    window: MainWindow, link: FeedLink, tmp_path: Path
+) -> None:
+    """E12 too: data folder, and export file, with spaces and letters of every kind."""
+    console, panel = window.console, window.baselines
+    link.ready()
+    beat(window, 2)
+    assert panel.empty.isVisible() or panel.model.rowCount() == 0
+    console.save_baseline(b.baseline("first", config={"prefix_cache": True, "max_num_seqs": 64}))
+    console.save_baseline(b.baseline("second", config={"prefix_cache": False, "max_num_seqs": 32}))
+    until(window, lambda: panel.model.rowCount() == 2)
+    window.show_panel("baselines")
+    panel.table.selectAll()
+    assert panel.compare.isEnabled()
+    assert not panel.restore.isEnabled()
+    panel.compare.click()
+    until(window, lambda: panel.dialog is not None)
+    dialog = panel.dialog
+    assert isinstance(dialog, CompareDialog)
+    settings = [dialog.config.model().index(i, 0).data() for i in range(dialog.config.model().rowCount())]
+    assert {"prefix cache", "prefix_cache"} & set(settings)
+    assert dialog.metrics.model().rowCount() > 5
+    assert dialog.comparison.warnings
+    dialog.close()
+
+    second = next(item for item in console.baselines if item.name == "second")
+    console.restore_configuration(second.id)
+    until(window, lambda: any(isinstance(c, CfgSet) for c in link.sent))
+    assert link.last(CfgSet)[1].patch == {"prefix_cache": False, "max_num_seqs": 32}
+
+    out = tmp_path / "обзор #1.json"
+    console.export_baseline(second.id, "json", out)
+    until(window, out.exists)
+    console.delete_baseline(second.id)
+    until(window, lambda: panel.model.rowCount() == 1)
+    console.import_baselines(out)
+    until(window, lambda: panel.model.rowCount() == 2)
+    for form in ("csv", "md"):
+        path = tmp_path / f"обзор #1.{form}"
+        console.export_baseline(second.id, form, path)  # type: ignore[arg-type]
+        until(window, path.exists)
+
+
+def test_what_goes_wrong_with_a_file_is_told(window: MainWindow, tmp_path: Path) -> None:
+    bad = tmp_path / "not a bundle.json"
+    bad.write_text("{}", encoding="utf-8")
+    window.console.import_baselines(bad)
+    until(window, lambda: window.toasts.toasts)
+    assert window.toasts.toasts[0].level == "error"
+    assert window.toasts.toasts[0].text
+
+
+def test_saving_needs_traffic_and_a_name(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window, 2)
+    dialog = SaveBaselineDialog(window.console, window)
+    assert not dialog.save.isEnabled()
+    assert "No request ended" in dialog.hint.text()
+    link.traffic()
+    beat(window, 2)
+    dialog._check()
+    assert dialog.save.isEnabled()
+    dialog.name.setText("  ")
+    assert not dialog.save.isEnabled()
+    dialog.name.setText("mine")
+    got: list[object] = []
+    dialog.accepted_values.connect(got.append)
+    dialog.save.click()
+    assert got == [("mine", "", "live", 30)]
+
+
+def test_file_names_are_made_of_any_name() -> None:
+    assert safe_name("a/b: c?") == "a_b_ c_"
+    assert safe_name(" ... ") == "baseline"
+    assert safe_name("обзор #1") == "обзор #1"
+    assert len(safe_name("x" * 300)) == 80
+
+
+def test_metrics_are_named_for_people() -> None:
+    assert metric_name("ttft_p50_s") == "TTFT p50"
+    assert metric_name("output_tok_s") == "Output"
