@@ -145,9 +145,11 @@ class Smoke:
             if found:
                 return found
             self._check_errors()
-            link = self.console.session.link
+            link, state = self.console.session.link, self.console.session.state
             if link.state is LinkState.DEAD:
                 raise SmokeError(f"the engine ended while waiting for {what}: {link.reason}")
+            if state is not None and state.phase == "failed":
+                raise SmokeError(f"the engine failed while waiting for {what}: {state.reason}")
             if time.monotonic() > end_s:
                 raise SmokeError(
                     f"no {what} within {timeout_s:g} s; the engine is {link.state} {link.reason}"
