@@ -1,7 +1,8 @@
 """The way into the I/O thread: a bounded queue that never blocks its writers, and a wake-up.
 
 The step thread, the text thread, the loader and logging put items here. When the I/O thread falls behind,
-telemetry is dropped and counted; what a client waits for (tokens, ends, replies) is never dropped.
+telemetry is dropped and counted; what somebody waits for (tokens, ends, replies, how a change of the
+configuration ended) is never dropped.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Inbox:
     def events(self, events: list[Event]) -> None:
         """Queue one step's events; called on the step thread, returns at once."""
         if len(self._items) >= MAX_BATCHES:
-            kept: list[Event] = [event for event in events if isinstance(event, m.Tokens | m.Done)]
+            kept: list[Event] = [event for event in events if _must_arrive(event)]
             self.dropped["telemetry"] += len(events) - len(kept)
             events = kept
         self._items.append(events)
@@ -78,11 +79,13 @@ class Inbox:
 
     def acknowledge(self) -> bytes:
         """Make ``fd`` unreadable. To be called before taking items. Returns the signal numbers that came."""
-        self._signalled = False
         signals = b""
         with contextlib.suppress(BlockingIOError):
             while chunk := self._reader.recv(4096):
                 signals += chunk
+        # Only now: a writer that comes while we read must not write a byte that is read away here, for it
+        # would be the last one. Its item is in the queue already, which is emptied after this.
+        self._signalled = False
         return signals.replace(b"\0", b"")
 
     def take(self) -> list[Event] | Call | None:
@@ -92,3 +95,10 @@ class Inbox:
     def take_log(self) -> m.LogLine | None:
         """The next log line, or None."""
         return self._logs.popleft() if self._logs else None
+
+
+def _must_arrive(event: Event) -> bool:
+    """Whether nothing that comes later makes up for the loss of this event."""
+    if isinstance(event, m.RequestRow):
+        return event.state == "finished"
+    return isinstance(event, m.Tokens | m.Done | m.ApplyEvent)
