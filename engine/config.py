@@ -72,3 +72,12 @@ def kv_pool_bytes(config: EngineConfig, device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(total * config.gpu_memory_utilization) - (total - free))
     return int(min(MAX_CPU_POOL_BYTES, psutil.virtual_memory().available // 8))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that an allocation on the device could take now."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

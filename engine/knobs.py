@@ -210,6 +210,18 @@ _KV = (
         "one run of neighbouring blocks for the most tokens it may reach, and starts only if there is "
         "such a run.",
     ),
+    Knob(
+        id="kv_pool_gib",
+        group="kv memory",
+        title="KV pool",
+        type="float",
+        default=0.0,
+        unit="GiB",
+        minimum=0.0,
+        maximum=4096.0,
+        apply="rebuild_kv",
+        help="Memory for keys and values; 0 takes the size chosen at start. A small pool forces preemption.",
+    ),
     _later(
         "kv_dtype",
         "kv memory",
@@ -233,18 +245,6 @@ _KV = (
         minimum=0.0,
         maximum=4096.0,
         requires={"prefix_cache": "true"},
-    ),
-    _later(
-        "kv_pool_gib",
-        "kv memory",
-        "KV pool",
-        "Memory given to the KV pool; 0 takes the size chosen at start.",
-        "float",
-        0.0,
-        "rebuild_kv",
-        unit="GiB",
-        minimum=0.0,
-        maximum=4096.0,
     ),
     _later(
         "sliding_window",

@@ -18,14 +18,14 @@ import torch
 
 from engine.answer import Answers, Event
 from engine.block_pool import BlockView
-from engine.config import EngineConfig, kv_pool_bytes
+from engine.config import GIB, EngineConfig, kv_pool_bytes
 from engine.door import RequestRefused, check_fit, check_request
 from engine.knob_store import KnobStore, PatchRefused, Proposal
 from engine.kv_cache import KVCache
 from engine.metrics import StepClock, step_row
 from engine.models.loader import LoadedModel
 from engine.plan import StepPlan
-from engine.reconfigure import reconfigure
+from engine.reconfigure import reconfigure, text_of
 from engine.request import Request
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerKnobs
@@ -83,10 +83,9 @@ class EngineCore:
             max_model_len=self.max_model_len,
             consume=consume,
         )
-        block_size = int(knobs["block_size"] or 0)
-        num_blocks = self.num_blocks_of(block_size)
+        num_blocks, block_size = self.pool_shape(knobs.values)
         if num_blocks < 1:
-            raise ValueError(f"a KV pool of {self._pool_bytes} bytes holds no block of {block_size} tokens")
+            raise ValueError(f"the KV pool is too small for even one block of {block_size} tokens")
         self.runner.allocate_kv(num_blocks, block_size)
         self.scheduler = Scheduler(
             SchedulerKnobs.of(knobs.values),
@@ -181,11 +180,12 @@ class EngineCore:
             device=self._device_info,
         )
 
-    def num_blocks_of(self, block_size: int) -> int:
-        """Blocks that the memory of the KV pool holds."""
-        return KVCache.max_blocks(
-            self._pool_bytes, self.loaded.spec, block_size=block_size, dtype=self._dtype
-        )
+    def pool_shape(self, values: Mapping[str, KnobValue]) -> tuple[int, int]:
+        """Number of blocks and tokens of a block that these knob values ask for."""
+        block_size = int(values["block_size"] or 0)
+        budget = int(float(values["kv_pool_gib"] or 0) * GIB) or self._pool_bytes
+        spec, dtype = self.loaded.spec, self._dtype
+        return KVCache.max_blocks(budget, spec, block_size=block_size, dtype=dtype), block_size
 
     def wake(self) -> None:
         """Make a sleeping loop look again."""
@@ -264,7 +264,7 @@ class EngineCore:
                 "oom" if isinstance(error, (MemoryError, torch.OutOfMemoryError)) else "internal"
             )
             for scheduled in plan.scheduled:
-                self.answers.finish(scheduled.request, "error", self._clock(), code=code, message=str(error))
+                self.answers.finish(scheduled.request, "error", self._clock(), code=code, message=text_of(error))
             return
         clock.computed = self._clock()
         self.scheduler.advance(plan)
@@ -320,7 +320,7 @@ class EngineCore:
         try:
             preempted = reconfigure(self, proposal, now_ns)
         except (PatchRefused, MemoryError, RuntimeError, ValueError) as error:
-            why = str(error)
+            why = text_of(error)
             self.knobs.abandon()
         else:
             self.answers.cfg_rev = self.knobs.commit(proposal)

@@ -16,7 +16,8 @@ from ipc.messages import KnobInfo
 
 LIVE = {
     "batching", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefill_chunk_tokens", "policy",
-    "priority_ageing_s", "max_num_queued", "prefix_cache", "block_size", "kv_allocation", "attention",
+    "priority_ageing_s", "max_num_queued", "prefix_cache", "block_size", "kv_allocation", "kv_pool_gib",
+    "attention",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from engine.config import ConfigError, EngineConfig
 from engine.door import RequestRefused
 from engine.knob_store import PatchRefused
 from engine.models.loader import LoadedModel
+from engine.reconfigure import NoWayBack
 from engine.request import Request
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
@@ -179,6 +180,18 @@ def test_a_failing_step_fails_its_requests_and_no_more(model: LoadedModel, monke
     monkeypatch.undo()
     assert (engine.heard.done[rid].code, engine.heard.done[rid].message) == ("internal", "device lost")
     assert engine.generate([prompt(1, 10)], GREEDY) == [expected]
+
+
+def test_a_step_that_fails_without_a_text_is_named(model: LoadedModel, monkeypatch: Any) -> None:
+    engine = Engine(model)
+
+    def fail(plan: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine.core.runner, "execute", fail)
+    rid = engine.submit(prompt(1, 10), GREEDY)
+    engine.run()
+    assert (engine.heard.done[rid].code, engine.heard.done[rid].message) == ("oom", "MemoryError")
 
 
 def test_a_broken_ledger_ends_everything_and_is_told(model: LoadedModel) -> None:
@@ -363,6 +376,31 @@ def test_a_change_that_would_strand_a_request_is_rolled_back(model: LoadedModel)
     assert engine.heard.done[rid].finish == "length"
 
 
+def test_a_pool_beyond_memory_is_refused_before_anything_is_touched(model: LoadedModel) -> None:
+    engine = Engine(model)
+    rid = engine.submit(prompt(1, 30), GREEDY)
+    engine.core.step()
+    engine.set(kv_pool_gib=4096.0)
+    engine.run()
+    [apply] = engine.heard.applies
+    assert (apply.result, apply.preempted) == ("rolled_back", 0)
+    assert apply.why.startswith("the pool would take 4096.00 GiB")
+    assert engine.heard.done[rid].row.preempt_n == 0
+
+
+def test_the_pool_grows_and_shrinks_live(model: LoadedModel) -> None:
+    engine = Engine(model)
+    before = engine.core.scheduler.pool.num_blocks
+    engine.set(kv_pool_gib=0.002)
+    engine.run()
+    assert engine.core.scheduler.pool.num_blocks > before
+    assert engine.core.runner.kv is not None
+    assert engine.core.runner.kv.num_blocks == engine.core.scheduler.pool.num_blocks
+    engine.set(kv_pool_gib=0.0)
+    engine.run()
+    assert engine.core.scheduler.pool.num_blocks == before
+
+
 def test_memory_that_is_not_there_rolls_back(model: LoadedModel, monkeypatch: Any) -> None:
     """The old pool comes back, running requests resume by recompute, and the reason is told."""
     engine = Engine(model)
@@ -385,6 +423,43 @@ def test_memory_that_is_not_there_rolls_back(model: LoadedModel, monkeypatch: An
     assert engine.core.scheduler.pool.block_size == 16
     assert [engine.ids(rid)] == expected
     assert engine.heard.states[-1].phase == "ready"
+
+
+def test_an_error_without_a_text_is_still_a_roll_back(model: LoadedModel, monkeypatch: Any) -> None:
+    """Python's own MemoryError says nothing, and must not read as success."""
+    engine = Engine(model)
+    allocate, calls = engine.core.runner.allocate_kv, 0
+
+    def scarce(num_blocks: int, block_size: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise MemoryError
+        allocate(num_blocks, block_size)
+
+    monkeypatch.setattr(engine.core.runner, "allocate_kv", scarce)
+    engine.set(block_size=4)
+    engine.run()
+    [apply] = engine.heard.applies
+    assert (apply.result, apply.why, engine.core.knobs.rev) == ("rolled_back", "MemoryError", 0)
+
+
+def test_a_change_with_no_way_back_fails_the_engine(model: LoadedModel, monkeypatch: Any) -> None:
+    """An engine that lost its pool must not call itself ready; its requests end and the reason is told."""
+    engine = Engine(model)
+    rid = engine.submit(prompt(1, 30), GREEDY)
+    engine.core.step()
+
+    def none_left(num_blocks: int, block_size: int) -> None:
+        raise MemoryError(f"no memory for {num_blocks} blocks")
+
+    monkeypatch.setattr(engine.core.runner, "allocate_kv", none_left)
+    engine.set(block_size=4)
+    with pytest.raises(NoWayBack, match="no memory for"):
+        engine.run()
+    assert engine.heard.done[rid].finish == "error"
+    assert engine.heard.states[-1].phase == "failed"
+    assert "neither be applied nor undone" in engine.heard.states[-1].reason
 
 
 def test_rows_carry_the_revision_they_ran_under(model: LoadedModel) -> None:

@@ -221,6 +221,7 @@ FLIPS: list[tuple[str, KnobValue, KnobValue]] = [
     ("prefix_cache", True, False),
     ("block_size", 16, 1),
     ("kv_allocation", "paged", "contiguous"),
+    ("kv_pool_gib", 0.0, 0.0001),
     ("attention", "sdpa", "naive"),
     ("policy", "fcfs", "priority"),
     ("priority_ageing_s", 2.0, 0.01),
