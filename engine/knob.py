@@ -72,7 +72,7 @@ class Knob:
             return f"{value!r} is not a finite number"
         low, high = self.minimum, self.maximum
         if (low is not None and value < low) or (high is not None and value > high):
-            return f"{value} lies outside {low:g} to {high:g} {self.unit}".rstrip()
+            return f"{value} lies outside {_plain(low)} to {_plain(high)} {self.unit}".rstrip()
         return ""
 
     def info(self, context: KnobContext) -> KnobInfo:
@@ -95,3 +95,10 @@ class Knob:
             reason=self.reason,
             choice_reasons=self.refused_choices(context),
         )
+
+
+def _plain(bound: float | None) -> str:
+    """A bound without an exponent: 1048576, 0.001, or "any" where there is none."""
+    if bound is None:
+        return "any"
+    return str(int(bound)) if float(bound).is_integer() else str(bound)
