@@ -263,8 +263,9 @@ class EngineCore:
             code: ErrorCode = (
                 "oom" if isinstance(error, (MemoryError, torch.OutOfMemoryError)) else "internal"
             )
+            why = text_of(error)
             for scheduled in plan.scheduled:
-                self.answers.finish(scheduled.request, "error", self._clock(), code=code, message=text_of(error))
+                self.answers.finish(scheduled.request, "error", self._clock(), code=code, message=why)
             return
         clock.computed = self._clock()
         self.scheduler.advance(plan)
