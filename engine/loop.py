@@ -74,7 +74,6 @@ class EngineCore:
         self._clock = clock_ns
         embed = loaded.weights["embed"]
         self._dtype, device = embed.dtype, embed.device
-        self._pool_bytes = kv_pool_bytes(config, device)
         self.runner = ModelRunner(
             loaded,
             device=device,
@@ -83,6 +82,7 @@ class EngineCore:
             max_model_len=self.max_model_len,
             consume=consume,
         )
+        self._pool_bytes = kv_pool_bytes(config, device)  # of what the weights have left
         num_blocks, block_size = self.pool_shape(knobs.values)
         if num_blocks < 1:
             raise ValueError(f"the KV pool is too small for even one block of {block_size} tokens")
@@ -295,7 +295,10 @@ class EngineCore:
             if isinstance(item, Request):
                 self._accept_request(item, now_ns)
             elif isinstance(item, Proposal):
-                self._apply(item, now_ns)
+                if self.phase == "stopping":
+                    self.knobs.abandon()
+                else:
+                    self._apply(item, now_ns)
             else:
                 rids, why = item
                 for rid in rids:
