@@ -113,8 +113,8 @@ class Scheduler:
         plan = StepPlan()
         ones: list[ScheduledRequest] = []
         longer: list[ScheduledRequest] = []
-        if self.waiting and self.knobs.by_priority:
-            self._preempt_for_head(plan, now_ns)
+        if self.waiting and self.knobs.by_priority and not self.knobs.static:
+            self._preempt_for_head(plan, now_ns)  # of a static batch nobody new could take the place
         for_priority = len(plan.preempted)
         budget = self._plan_decodes(plan, ones, now_ns)
         budget = self._plan_prefills(plan, ones, longer, budget, now_ns)
@@ -228,8 +228,13 @@ class Scheduler:
             if len(self.running) >= knobs.max_num_seqs:
                 plan.reason = f"all {knobs.max_num_seqs} seats are taken"
                 return
-            if (batch_is_running and request.state != "preempted") or request in plan.preempted:
+            if request in plan.preempted:
                 return
+            if batch_is_running and request.state != "preempted":
+                if not knobs.by_priority:
+                    return  # members that were preempted come first in the queue
+                index += 1
+                continue
             match = self._match(request)
             if not knobs.static and self._is_coming(request, match):
                 index += (

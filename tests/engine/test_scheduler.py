@@ -241,6 +241,31 @@ def test_a_higher_priority_takes_the_seat_of_a_lower_one() -> None:
     assert [r.preempt_count for r in low] == [0, 1]
 
 
+def test_a_static_batch_is_not_broken_by_a_higher_priority() -> None:
+    """Nothing may start beside a static batch, so taking a member's place would only throw work away."""
+    drive = Drive(batching="static", policy="priority", max_num_seqs=2)
+    low = [drive.add(prompt(n, 6), 8, priority=5) for n in range(2)]
+    drive.step()
+    high = drive.add(prompt(9, 6), 2, priority=-50)
+    drive.run()
+    assert [request.preempt_count for request in low] == [0, 0]
+    assert drive.trace[:8] == [[(1, 6), (2, 6)], *[[(1, 1), (2, 1)]] * 7]
+    assert high.output_ids == expected_output(prompt(9, 6), 2)
+
+
+def test_a_preempted_member_goes_on_with_its_static_batch() -> None:
+    """Also where somebody of higher priority waits before it for the next batch."""
+    drive = Drive(batching="static", policy="priority", max_num_seqs=2)
+    first, second = (drive.add(prompt(n, 6), 12, priority=5) for n in range(2))
+    drive.step()
+    drive.add(prompt(9, 6), 2, priority=-50)
+    drive.scheduler.preempt(second, drive.now_ns)
+    drive.step()
+    assert second.is_running
+    assert first.is_running
+    drive.run()
+
+
 def test_equal_priority_never_preempts() -> None:
     """B04: equals wait for each other, however they arrive."""
     drive = Drive(max_num_seqs=2, policy="priority")
