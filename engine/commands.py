@@ -204,14 +204,15 @@ class Commands:
                 mine or job.rid == command.rid or (command.tag is not None and job.command.tag == command.tag)
             )
 
-        rids = [rid for rid, job in server.jobs.items() if meant(job)]
-        if rids and server.core is not None:
-            server.core.cancel(rids)
+        live = [job for job in server.jobs.values() if meant(job)]
+        if live and server.core is not None:
+            server.core.cancel([job.rid for job in live])
         entering = [job for each in server.peers.values() for job in each.entering.values() if meant(job)]
         fresh = [job for job in entering if not job.cancelled and job.rid not in server.jobs]
-        for job in fresh:
+        # Of a live one the core may not have heard yet: then it is cancelled again when it is accepted.
+        for job in (*live, *fresh):
             job.cancelled = True
-        return len(rids) + len(fresh)
+        return len(live) + len(fresh)
 
     def _shutdown(self, peer: Peer, command: m.Shutdown) -> None:
         server = self._server

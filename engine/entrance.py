@@ -108,6 +108,8 @@ class Entrance:
         job.peer.live[job.rid] = job
 
     def _refuse(self, job: Job, error: m.Error) -> None:
+        if job.accepted:
+            return  # the loop failed meanwhile, and its end was sent with the reason
         self._server.jobs.pop(job.rid, None)
         job.peer.live.pop(job.rid, None)
         job.peer.entering.pop(job.command.id, None)

@@ -366,7 +366,9 @@ class EngineServer:
         if self.drain_until_s is None:
             return
         state = self.state()
-        if not (state.running or state.waiting or self.jobs) or now_s >= self.drain_until_s:
+        entering = any(peer.entering for peer in self.peers.values())
+        live = state.running or state.waiting or self.jobs or entering
+        if not live or now_s >= self.drain_until_s:
             self.lifetime.end(ExitCode.OK, "shutdown after draining", grace_s=3.0)
 
     def _detach(self, reason: str) -> None:
