@@ -233,8 +233,8 @@ class EngineCore:
             raise
 
     def _do_step(self) -> bool:
+        took = self._take_inbox(self._clock())
         clock = StepClock(begin=self._clock())
-        took = self._take_inbox(clock.begin)
         plan = self.scheduler.plan(clock.begin) if self.answers.live else None
         clock.planned = self._clock()
         if plan is not None:

@@ -5,7 +5,8 @@ ends when its rows are ready for the sink; what the sink took is told in the nex
 request's ``sched_ns`` and ``first_ns`` keep their first value whatever happens later. Prefix hits are
 counted once, when a request is first admitted: what it finds of its own blocks after a preemption is in
 ``resume_hit_tok`` only. ``prefill_tok`` holds every computed token that is not a decode step's single new
-one, so also those that a preemption made necessary again; ``recompute_tok`` is that part of it. The share
+one, so also those that a preemption made necessary again; ``recompute_tok`` is that part of it. A request's
+``computed_tok`` is all the work done for it: recomputed tokens count again, prefix hits do not. The share
 of the pool in use is ``used_blk / (used_blk + cached_blk + free_blk)``: cached blocks count as not in use.
 """
 

@@ -534,6 +534,23 @@ def test_the_wall_clock_is_not_used_for_durations(model: LoadedModel, monkeypatc
     assert starts == sorted(starts)
 
 
+def test_applying_is_not_counted_as_planning(model: LoadedModel, monkeypatch: Any) -> None:
+    engine = Engine(model)
+    engine.submit(prompt(1, 30), GREEDY)
+    engine.core.step()
+    allocate = engine.core.runner.allocate_kv
+
+    def slow(num_blocks: int, block_size: int) -> None:
+        time.sleep(0.2)
+        allocate(num_blocks, block_size)
+
+    monkeypatch.setattr(engine.core.runner, "allocate_kv", slow)
+    engine.set(block_size=8)
+    engine.run()
+    assert engine.heard.applies[0].took_us >= 200_000
+    assert all(step.plan_us < 200_000 for step in engine.heard.steps)
+
+
 def test_step_rows_add_up(model: LoadedModel) -> None:
     """C14: blocks add up to the pool in each row, the last has none in use; tokens add up to the work."""
     engine = Engine(model)
