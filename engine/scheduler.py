@@ -222,7 +222,7 @@ class Scheduler:
         knobs, pool = self.knobs, self.pool
         batch_is_running = knobs.static and bool(self.running)
         promised = self._promised()
-        index = 0
+        index = deferred = 0
         while index < len(self.waiting):
             request = self.waiting[index]
             if len(self.running) >= knobs.max_num_seqs:
@@ -237,9 +237,10 @@ class Scheduler:
                 continue
             match = self._match(request)
             if not knobs.static and self._is_coming(request, match):
-                index += (
-                    1  # a running request is computing the blocks it lacks: it keeps its place and hits them
-                )
+                # A running request is computing the blocks it lacks: it keeps its place and will hit them.
+                index, deferred = index + 1, deferred + 1
+                if deferred == MAX_DEFERRED:
+                    return
                 continue
             hit = len(match.blocks) * pool.block_size
             take = self._take(len(request.token_ids) - hit, budget, plan)

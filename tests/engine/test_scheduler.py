@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.prefix_cache import MISS_NO_MATCH, MISS_OFF, MISS_SHORT
+from engine.scheduler import MAX_DEFERRED
 from tests.engine.drive import Drive, expected_output
 
 
@@ -342,6 +343,29 @@ def test_requests_of_one_prefix_compute_it_once() -> None:
     drive.run()
     assert sum(plan.prefill_tokens for plan in drive.plans) == 45 + 7 * 5
     assert [r.cached_tokens for _rid, r in sorted(drive.done.items())] == [0] + [40] * 7
+
+
+def test_waiting_for_a_common_prefix_costs_a_bounded_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds that wait for one prefix are not all matched again in each step that computes some of it."""
+    drive = Drive(num_blocks=128, prefill_chunk_tokens=4)
+    shared = prompt(1, 80)
+    for n in range(300):
+        drive.add([*shared, n % 97, n // 97], 1)
+    looks, match = 0, drive.scheduler.cache.match
+
+    def counted(*args: object) -> object:
+        nonlocal looks
+        looks += 1
+        return match(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(drive.scheduler.cache, "match", counted)
+    drive.step()
+    looks = 0
+    drive.step()
+    assert drive.trace[-1] == [(1, 4)]
+    assert looks == MAX_DEFERRED
+    drive.run()
+    assert len(drive.done) == 300
 
 
 def test_keys_follow_the_block_size() -> None:
