@@ -170,7 +170,8 @@ class Answers:
         else:
             request.text_parts.append(text)
             if logprob is not None:
-                request.logprobs = [*(request.logprobs or ()), logprob]
+                request.logprobs = request.logprobs or []
+                request.logprobs.append(logprob)
         if stopped:
             self.finish(request, "stop", now_ns, stop_reason=stop_reason)
         elif len(request.token_ids) >= request.max_total:

@@ -63,7 +63,7 @@ def bring_up(
     if info.uuid:
         follow_gpu(info.uuid)
     usable = tuple(name for name in names() if probe(name, loaded.spec, device, dtype) is None)
-    context = KnobContext(device=info.kind, attention=usable, max_model_len=loaded.spec.max_model_len)
+    context = KnobContext(device=info.kind, attention=usable)
     knobs = KnobStore(context, config.knobs)
     progress("allocating the KV pool", 0, 0)
     core = EngineCore(loaded, config, knobs, sink, device_info=info, consume=True)

@@ -74,7 +74,6 @@ class Entrance:
                 tag=command.tag,
                 stream=command.stream,
                 cache_salt=command.cache_salt,
-                detach=command.detach,
                 arrive_ns=job.arrive_ns,
             )
             # Its tokens may come before `submit` returns, so they must find their way already.

@@ -16,7 +16,6 @@ class KnobContext:
 
     device: Literal["cpu", "cuda"] = "cpu"
     attention: Sequence[str] = ("naive", "sdpa")  # back ends that can run here
-    max_model_len: int = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ipc.messages import ErrorCode, Finish, RequestRow, RequestState, Sampling, TokenLogprob
 
@@ -28,13 +28,12 @@ class Request:
     token_ids: prompt then output; ``num_prompt`` marks the border for good, preempted or not.
     slot: the persistent row of the runner's buffers, `NO_SLOT` while it is not running.
     seed: what its random stream starts from, from ``sampling.seed`` alone where that is given.
-    client: an opaque handle of whoever submitted it; the engine core never looks inside.
     Times are nanoseconds of the engine's monotonic clock, None until they happened.
     """
 
     __slots__ = (
-        "arrive_ns", "block_keys", "block_table", "cache_salt", "cached_tokens", "client", "code",
-        "computed_tokens", "detach", "detokenizer", "end_ns", "finish", "first_ns", "high_water", "last_ns",
+        "arrive_ns", "block_keys", "block_table", "cache_salt", "cached_tokens", "code",
+        "computed_tokens", "detokenizer", "end_ns", "finish", "first_ns", "high_water", "last_ns",
         "logprobs", "max_total", "message", "miss_reason", "num_computed", "num_keyed", "num_prompt", "order",
         "preempt_count", "preempted_at_ns", "preempted_ns", "priority", "recompute_tokens",
         "resume_hit_tokens", "rev_first", "rev_last", "rid", "sampling", "sched_ns", "seed", "slot", "state",
@@ -51,8 +50,6 @@ class Request:
         tag: str = "",
         stream: bool = True,
         cache_salt: str = "",
-        detach: bool = False,
-        client: Any = None,
         arrive_ns: int = 0,
     ) -> None:
         self.rid = rid
@@ -63,8 +60,6 @@ class Request:
         self.tag = tag
         self.stream = stream
         self.cache_salt = cache_salt
-        self.detach = detach
-        self.client = client
         self.seed: int = sampling.seed if sampling.seed is not None else secrets.randbits(53)
 
         self.state: RequestState = "waiting"
