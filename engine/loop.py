@@ -30,7 +30,7 @@ from engine.request import Request
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerKnobs
 from engine.text import Detokenizer
-from ipc.messages import ApplyEvent, DeviceInfo, EngineState, ErrorCode, KnobValue, Phase
+from ipc.messages import MAX_BLOCKS, ApplyEvent, DeviceInfo, EngineState, ErrorCode, KnobValue, Phase
 
 __all__ = ["BlockView", "EngineCore", "Event", "RequestRefused"]
 
@@ -181,11 +181,20 @@ class EngineCore:
         )
 
     def pool_shape(self, values: Mapping[str, KnobValue]) -> tuple[int, int]:
-        """Number of blocks and tokens of a block that these knob values ask for."""
+        """Number of blocks and tokens of a block that these knob values ask for.
+
+        ValueError for more blocks than the block map of the protocol can show.
+        """
         block_size = int(values["block_size"] or 0)
         budget = int(float(values["kv_pool_gib"] or 0) * GIB) or self._pool_bytes
         spec, dtype = self.loaded.spec, self._dtype
-        return KVCache.max_blocks(budget, spec, block_size=block_size, dtype=dtype), block_size
+        num_blocks = KVCache.max_blocks(budget, spec, block_size=block_size, dtype=dtype)
+        if num_blocks > MAX_BLOCKS:
+            raise ValueError(
+                f"a KV pool of {budget / GIB:.2f} GiB has {num_blocks} blocks of {block_size} tokens, at "
+                f"most {MAX_BLOCKS} are possible; choose a larger block_size or a smaller pool"
+            )
+        return num_blocks, block_size
 
     def wake(self) -> None:
         """Make a sleeping loop look again."""

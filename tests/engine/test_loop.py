@@ -380,12 +380,26 @@ def test_a_pool_beyond_memory_is_refused_before_anything_is_touched(model: Loade
     engine = Engine(model)
     rid = engine.submit(prompt(1, 30), GREEDY)
     engine.core.step()
-    engine.set(kv_pool_gib=4096.0)
+    engine.set(kv_pool_gib=1024.0, block_size=1024)
     engine.run()
     [apply] = engine.heard.applies
     assert (apply.result, apply.preempted) == ("rolled_back", 0)
-    assert apply.why.startswith("the pool would take 4096.00 GiB")
+    assert apply.why.startswith("the pool would take 1024.00 GiB")
     assert engine.heard.done[rid].row.preempt_n == 0
+
+
+def test_a_pool_of_more_blocks_than_can_be_shown_is_refused(model: LoadedModel, monkeypatch: Any) -> None:
+    """A block map beyond the protocol's bound could be read by no client: neither it nor any snapshot."""
+    monkeypatch.setattr("engine.loop.MAX_BLOCKS", 100)
+    engine = Engine(model)
+    engine.set(block_size=1)
+    engine.run()
+    [apply] = engine.heard.applies
+    assert apply.result == "rolled_back"
+    assert "1024 blocks of 1 tokens, at most 100" in apply.why
+    assert engine.core.scheduler.pool.block_size == 16
+    with pytest.raises(ValueError, match="larger block_size"):
+        Engine(model, block_size=1)
 
 
 def test_the_pool_grows_and_shrinks_live(model: LoadedModel) -> None:
