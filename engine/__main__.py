@@ -153,7 +153,8 @@ def _serve(
     path = ctl.path
     if path is not None:
         sweep(path.parent)
-        lock = InstanceLock(path.with_suffix(".lock"))
+        # Another engine that sweeps up at this moment holds each free lock for an instant.
+        lock = InstanceLock(path.with_suffix(".lock"), wait_s=0.5)
         lifetime.on_end(lock.release)
     session = uuid.uuid4().hex
     server = EngineServer(

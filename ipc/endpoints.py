@@ -14,6 +14,7 @@ import re
 import stat
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import msgspec
 
 from ipc import messages as m
 
+_LOCK_RETRY_S = 0.01
 MAX_IPC_PATH_BYTES = 107  # sockaddr_un.sun_path without its NUL, as libzmq checks it
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TCP = re.compile(r"tcp://(\[[^\]]+\]|[^:/\s]+):(\d{1,5}|\*)")
@@ -163,17 +165,21 @@ def _uid() -> str:
 class InstanceLock:
     """An advisory lock on the file ``path``, held until `release` or the end of the process."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises `LockHeld` at once if somebody else holds it."""
+    def __init__(self, path: Path, *, wait_s: float = 0.0) -> None:
+        """Raises `LockHeld` if somebody else holds it, and still does after ``wait_s``."""
         import fcntl
 
         self._path = path
+        deadline_s = time.monotonic() + wait_s
         while True:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 os.close(self._fd)
+                if time.monotonic() < deadline_s:
+                    time.sleep(_LOCK_RETRY_S)
+                    continue
                 raise LockHeld(f"another engine holds {path}; attach to it or choose another name") from error
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self._fd), path.stat()):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,6 +147,24 @@ def test_a_lock_has_one_holder_and_is_freed_by_kill_9(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["other.txt"]
     InstanceLock(path).release()
     assert not path.exists()
+
+
+def test_a_start_outwaits_somebody_who_sweeps_up(tmp_path: Path) -> None:
+    """F07: engines that start together do not take each other's brief look at a lock for its holder."""
+    stop = threading.Event()
+
+    def sweep_all_the_time() -> None:
+        while not stop.is_set():
+            sweep(tmp_path)
+
+    sweeper = threading.Thread(target=sweep_all_the_time)
+    sweeper.start()
+    try:
+        for n in range(1000):
+            InstanceLock(tmp_path / f"e{n % 7}.lock", wait_s=60.0).release()
+    finally:
+        stop.set()
+        sweeper.join()
 
 
 def test_a_connection_file_counts_only_while_its_process_lives(tmp_path: Path) -> None:
