@@ -24,8 +24,8 @@ from app.main_window import MainWindow
 from app.net.io_thread import EngineLink
 from app.net.types import LaunchSpec
 from app.settings import Settings
+from app.store.store import default_path
 
-DATABASE = "decodeck.sqlite"
 SETTINGS_FILE = "console.ini"
 CRASH_FILE = "errors.log"
 
@@ -173,7 +173,7 @@ def build(argv: Sequence[str], errors: ErrorHub | None = None) -> Application:
     theme.manager().apply(app, settings.theme)  # type: ignore[arg-type]
     link = EngineLink()
     link.start()
-    console = Console(link, settings, Path(folder) / DATABASE, errors)
+    console = Console(link, settings, default_path(Path(folder)), errors)
     made = Application(app, console, options)
     if options.size:
         made.window.resize(*_size(options.size))

@@ -21,11 +21,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from PySide6.QtCore import QByteArray, QEvent, Qt, QTimer, Signal, Slot
+from PySide6.QtCore import QByteArray, QEvent, Qt, QTimer, Slot
 from PySide6.QtGui import QAction, QCloseEvent, QGuiApplication, QResizeEvent
 from PySide6.QtWidgets import (
-    QApplication,
-    QFileDialog,
     QMainWindow,
     QMenu,
     QSizePolicy,
@@ -34,13 +32,10 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app import i18n, status, theme
+from app import i18n, status
 from app.actions import ACTIONS, MENUS, ActionRegistry
 from app.clock import FIGURES_EVERY, FrameClock
-from app.console import Console, Notice
-from app.dialogs.help import about_dialog, metrics_dialog, shortcuts_dialog
-from app.dialogs.prompt import attach_dialog
-from app.dialogs.save_baseline import SaveBaselineDialog
+from app.console import Console
 from app.i18n import N_, tr, tr_later
 from app.lab.load_run import LoadRun
 from app.model.knobs import KnobModel
@@ -60,10 +55,10 @@ from app.status_bar import StatusLine
 from app.store.store import Store
 from app.widgets.banner import Banner
 from app.widgets.basic import button, column, label
-from app.widgets.command_palette import CommandPalette
 from app.widgets.dock import PanelDock
 from app.widgets.load_bar import LoadBar
 from app.widgets.toast import ToastStack
+from app.window_actions import WindowActions
 
 Area = Qt.DockWidgetArea
 # Docks: id, area, and the panels in it.
@@ -80,10 +75,8 @@ PANELS: dict[str, str] = {
 LEFT_WIDTH, RIGHT_WIDTH, BOTTOM_HEIGHT = 324, 344, 186
 
 
-class MainWindow(QMainWindow):
-    """See the module. ``language_asked`` wants this window made anew in another language."""
-
-    language_asked = Signal(str)
+class MainWindow(WindowActions):
+    """See the module; what its actions do is in `WindowActions`."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -241,8 +234,8 @@ class MainWindow(QMainWindow):
 
     def _connect(self) -> None:
         console = self.console
-        console.noticed.connect(self._on_notice)
-        self.load_bar.started.connect(self._on_start_load)
+        console.noticed.connect(self.on_notice)
+        self.load_bar.started.connect(self.on_start_load)
         self.load_bar.stopped.connect(lambda: console.stop_load())
         self.banner.restart_asked.connect(self.restart_engine)
         self.banner.log_asked.connect(lambda: self.show_panel("log"))
@@ -279,10 +272,6 @@ class MainWindow(QMainWindow):
             self.console.load_progress, self.load_run.running, self.console.engine_ready
         )
         self.actions_by_id.refresh(self.console)
-
-    @Slot(object)
-    def _on_notice(self, notice: Notice) -> None:
-        self.toasts.show_notice(notice.level, notice.text, notice.detail)
 
     # --- layout -------------------------------------------------------------------------------------
 
@@ -334,139 +323,4 @@ class MainWindow(QMainWindow):
     def changeEvent(self, event: QEvent) -> None:
         super().changeEvent(event)
         if event.type() == QEvent.Type.ThemeChange and self.console.settings.theme == "system":
-            self._apply_theme("system")
-
-    # --- actions ------------------------------------------------------------------------------------
-
-    def save_baseline(self) -> None:
-        """Ask for a name and save."""
-        dialog = SaveBaselineDialog(self.console, self)
-        dialog.accepted_values.connect(self._on_save_values)
-        dialog.open()
-
-    @Slot(object)
-    def _on_save_values(self, values: tuple[str, str, str, int | None]) -> None:
-        name, note, source, span = values
-        try:
-            data = self.console.baseline_data(name, note, source, None if span is None else float(span))
-        except Exception as error:  # whatever keeps it from being saved is told, the window goes on
-            self._on_notice(Notice("error", str(error)))
-            return
-        self.console.save_baseline(data)
-        self.show_panel("baselines")
-
-    def import_baselines(self) -> None:
-        self.show_panel("baselines")
-        self.baselines.on_import()
-
-    def export_baseline(self) -> None:
-        self.show_panel("baselines")
-        self.baselines.on_export()
-
-    def save_picture(self) -> None:
-        """Ask for a place and write a picture of the window."""
-        dialog = QFileDialog(self, tr("Save picture"))
-        dialog.setAcceptMode(QFileDialog.AcceptMode.AcceptSave)
-        dialog.setDefaultSuffix("png")
-        dialog.setNameFilter("PNG (*.png)")
-        dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-        picture = self.grab()
-        dialog.fileSelected.connect(lambda path: picture.save(path))
-        dialog.open()
-
-    def open_model_file(self) -> None:
-        """Ask for a GGUF file and start the engine with it."""
-        dialog = QFileDialog(self, tr("Open a GGUF file"))
-        dialog.setFileMode(QFileDialog.FileMode.ExistingFile)
-        dialog.setNameFilter("GGUF (*.gguf)")
-        self._open_with(dialog)
-
-    def open_model_folder(self) -> None:
-        """Ask for a Hugging Face folder and start the engine with it."""
-        dialog = QFileDialog(self, tr("Open a model folder"))
-        dialog.setFileMode(QFileDialog.FileMode.Directory)
-        self._open_with(dialog)
-
-    def _open_with(self, dialog: QFileDialog) -> None:
-        dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-        dialog.fileSelected.connect(self.console.open_model)
-        dialog.open()
-
-    def attach(self) -> None:
-        """Ask for an address and connect to an engine that runs there."""
-        attach_dialog(self, self.console.link.attach)
-
-    def restart_engine(self) -> None:
-        self.console.restart()
-
-    def stop_engine(self) -> None:
-        self.console.stop_load(drain=False)
-        self.console.link.stop_engine()
-
-    def undo(self) -> None:
-        self.knobs.undo()
-
-    def redo(self) -> None:
-        self.knobs.redo()
-
-    def toggle_load(self) -> None:
-        self.load_bar.toggle()
-
-    def cancel_load(self) -> None:
-        self.console.stop_load(drain=False)
-
-    @Slot(object)
-    def _on_start_load(self, spec: object) -> None:
-        self.console.start_load(spec)  # type: ignore[arg-type]
-
-    def open_palette(self) -> None:
-        """The command palette, in the upper middle of the window."""
-        everything = [*self.actions_by_id.by_id.values(), *self.panel_actions]
-        palette = CommandPalette(everything, self)
-        corner = self.mapToGlobal(self.rect().topLeft())
-        palette.move(corner.x() + (self.width() - palette.width()) // 2, corner.y() + 70)
-        palette.show()
-        palette.field.setFocus()
-
-    def set_paused(self, paused: bool) -> None:
-        self.view.set_paused(paused)
-        self.action("pause").setChecked(paused)
-
-    def set_span(self, span_s: int) -> None:
-        self.view.set_span(span_s)
-        self.actions_by_id.choose("span", span_s)
-
-    def set_log_scale(self, log: bool) -> None:
-        for chart in (self.ttft, self.tpot):
-            chart.set_log(log)
-            chart.refresh_figures()
-        self.action("log_scale").setChecked(log)
-
-    def set_theme(self, choice: str) -> None:
-        self.console.settings.theme = choice
-        self._apply_theme(choice)
-        self.actions_by_id.choose("theme", choice)
-
-    def _apply_theme(self, choice: str) -> None:
-        app = QApplication.instance()
-        if isinstance(app, QApplication):
-            theme.manager().apply(app, choice)  # type: ignore[arg-type]
-
-    def set_language(self, language: str) -> None:
-        self.console.settings.language = language
-        self.actions_by_id.choose("language", language)
-        self.language_asked.emit(language)
-
-    def filter_requests(self) -> None:
-        self.show_panel("requests")
-        self.requests.toggle_filter()
-
-    def show_shortcuts(self) -> None:
-        named = [*self.actions_by_id.by_id.values(), *self.panel_actions]
-        shortcuts_dialog(self, named).show()
-
-    def show_metrics(self) -> None:
-        metrics_dialog(self).show()
-
-    def show_about(self) -> None:
-        about_dialog(self, self.console).show()
+            self.apply_theme("system")

@@ -49,7 +49,7 @@ HEADS = (
     (N_("Output"), N_("Generated tokens per second over the measurement.")),
     (N_("Validity"), N_("Whether anything speaks against believing the figures.")),
 )
-WIDTHS = (110, 92, 118, 64, 74, 86, 86, 84, 96, 70)
+WIDTHS = (100, 104, 118, 62, 74, 84, 84, 82, 94, 80)
 
 
 class BaselineTable(QAbstractTableModel):

@@ -6,9 +6,11 @@ from PySide6.QtCore import QObject, Signal
 
 from app.console import Console
 from app.model.session import Figure, Marker
-from app.settings import TIME_WINDOWS_S
 from app.units import count, span
 from app.widgets.live_plot import ChartMark, CrosshairLink
+
+
+GROWING_S = (60, 120, 180, 300, 600, 900, 1800, 3600)
 
 
 class ChartView(QObject):
@@ -38,9 +40,9 @@ class ChartView(QObject):
         """The chosen length, or a shorter one while the session is too young to fill it."""
         table = self.console.session.timeline
         if table.first is None:
-            return float(TIME_WINDOWS_S[0])
+            return float(GROWING_S[0])
         age_s = self.now_s - table.first * table.bin_s
-        return next((float(s) for s in TIME_WINDOWS_S if age_s <= s and s <= self.span_s), self.span_s)
+        return next((float(s) for s in GROWING_S if age_s <= s <= self.span_s), self.span_s)
 
     def set_span(self, span_s: int) -> None:
         """Show the last ``span_s`` seconds, and remember that."""

@@ -139,7 +139,8 @@ class LoadBar(QFrame):
         tip = "" if ready or running else tr("The engine is not ready yet.")
         self.button.setToolTip(tip)
         self.progress.set_full_text(describe(progress, ready))
-        set_role(self.progress, "dim" if progress.valid and progress.phase != "failed" else "warning")
+        fine = progress.valid and progress.phase != "failed" and not progress.failed
+        set_role(self.progress, "dim" if fine else "warning")
 
 
 def describe(progress: LoadProgress, ready: bool) -> str:

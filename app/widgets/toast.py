@@ -15,7 +15,7 @@ SHOWN_MS = {"info": 4000, "warning": 9000, "error": 15000}
 MAX_TOASTS = 4
 WIDTH = 360
 GAP = 8
-TEXT_MARGIN = 62  # mark, close button and margins
+TEXT_MARGIN = 72  # mark, close button and margins
 
 
 class Toast(QFrame):
@@ -34,7 +34,8 @@ class Toast(QFrame):
         mark.setFixedWidth(18)
         self._label = label(text, wrap=True)
         self._label.setMinimumWidth(0)
-        close = button("×", self.close_now, "flat", tr("Close this notice"))
+        close = button("×", self.close_now, "icon", tr("Close this notice"))
+        close.setFixedSize(22, 22)
         self._detail = QPlainTextEdit(detail)
         self._detail.setReadOnly(True)
         self._detail.setFont(theme.fixed_font(0.85))
@@ -61,7 +62,7 @@ class Toast(QFrame):
         assert layout is not None
         layout.activate()
         text = self._label.heightForWidth(WIDTH - TEXT_MARGIN)
-        return max(layout.totalHeightForWidth(WIDTH), text + 16, layout.totalMinimumSize().height())
+        return max(layout.totalHeightForWidth(WIDTH), text + 20, layout.totalMinimumSize().height())
 
     def again(self) -> None:
         """The same notice came once more: count it instead of stacking it."""
