@@ -2,7 +2,8 @@
 
 A slow reader must not hold up anyone. So a message that its socket does not take is queued here, and
 tokens of one request that are waiting are merged into one message; the queue is bounded by what the
-client's own requests may generate, and a client that lets it grow further is given up.
+client's own requests may generate. A client that lets it grow further loses the requests that it has, but
+not their ends: it learns of each that it was cancelled once it reads again.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Peer:
         self.entering: dict[int, Job] = {}  # by command id: submitted, not in the engine yet
         self.live: dict[int, Job] = {}  # by rid
         self.gone_since_s: float | None = None
-        self.overrun = False
+        self.overrun = False  # too much waited: the muted requests are to be cancelled
+        self.muted: set[int] = set()  # requests whose tokens are thrown away
         self.sent_at_s = now_s
         self._replies: OrderedDict[int, bytes] = OrderedDict()
         self._queue: OrderedDict[tuple[str, int], bytes | _Waiting] = OrderedDict()
@@ -131,8 +133,13 @@ class Peer:
         self, socket: zmq.Socket[bytes], message: m.Reply, now_s: float, body: bytes | None = None
     ) -> None:
         """Send, or queue if the client does not keep up. ``body`` is the encoded message if known."""
-        if self.is_gone() or self.overrun:
+        if self.is_gone() or (isinstance(message, m.Tokens) and message.rid in self.muted):
             return
+        if isinstance(message, m.Done) and message.rid in self.muted:
+            self.muted.discard(message.rid)
+            if message.finish in ("stop", "length"):  # it was faster than its cancel, but is not whole
+                why = "tokens were thrown away, for its client reads nothing"
+                message, body = msgspec.structs.replace(message, finish="cancelled", message=why), None
         if not self._queue:
             if self._try(socket, body if body is not None else codec.encode(message), now_s):
                 return
@@ -191,7 +198,17 @@ class Peer:
             self._serial += 1
             self._queue["other", self._serial] = body if body is not None else codec.encode(message)
         if self._queued_tokens > MAX_QUEUED_TOKENS or len(self._queue) > MAX_QUEUED_MESSAGES:
-            self.overrun = True
+            self._mute()
+
+    def _mute(self) -> None:
+        """Throw away the tokens of live requests, those that wait and those to come."""
+        self.overrun = True
+        self.muted.update(self.live)
+        for rid in self.muted:
+            waiting = self._queue.pop(("tokens", rid), None)
+            if isinstance(waiting, _Waiting):
+                self._queued_tokens -= len(waiting.ids)
+        if len(self._queue) > MAX_QUEUED_MESSAGES:  # it goes on asking without reading a single answer
             self._drop()
 
     def _drop(self) -> None:
@@ -210,11 +227,11 @@ class PeerTable(dict[bytes, Peer]):
                 peer.probe(socket, time.monotonic_ns(), now_s)
 
     def take_lost(self, now_s: float, grace_s: float) -> list[Peer]:
-        """Remove and return those gone for longer than ``grace_s``, and those that let too much wait."""
+        """Remove and return those gone for longer than ``grace_s``."""
         lost = [
             peer
             for peer in self.values()
-            if peer.overrun or (peer.gone_since_s is not None and now_s - peer.gone_since_s >= grace_s)
+            if peer.gone_since_s is not None and now_s - peer.gone_since_s >= grace_s
         ]
         for peer in lost:
             del self[peer.identity]

@@ -347,20 +347,24 @@ class EngineServer:
     def _check_peers(self, now_s: float) -> None:
         self.peers.probe(self._ctl, now_s)
         for peer in self.peers.take_lost(now_s, self.grace_s):
-            self._give_up(peer, "its client reads nothing" if peer.overrun else "its client has gone")
+            rids = [rid for rid, job in peer.live.items() if not job.command.detach]
+            self._give_up(peer, rids, "its client has gone")
+            for job in peer.entering.values():
+                job.cancelled = job.cancelled or not job.command.detach
+        for peer in self.peers.values():
+            if peer.overrun:
+                peer.overrun = False
+                self._give_up(peer, list(peer.muted), "its client reads nothing")
 
     def make_room(self) -> None:
         """Forget clients that have gone and have nothing running."""
         self.peers.make_room(self._ctl, time.monotonic())
 
-    def _give_up(self, peer: Peer, why: str) -> None:
-        rids = [rid for rid, job in peer.live.items() if not job.command.detach]
+    def _give_up(self, peer: Peer, rids: list[int], why: str) -> None:
         if rids:
             log.warning("%d requests of %s are cancelled: %s", len(rids), peer.name, why)
             if self.core is not None:
                 self.core.cancel(rids, why)
-        for job in peer.entering.values():
-            job.cancelled = job.cancelled or not job.command.detach
 
     def _check_drain(self, now_s: float) -> None:
         if self.drain_until_s is None:

@@ -116,3 +116,22 @@ def test_draining_waits_for_what_is_still_being_tokenized(
         assert isinstance(last, m.Done)
         assert last.finish == "length"
         assert server.lifetime.stop.wait(30.0)
+
+
+def test_a_client_that_read_nothing_for_too_long_hears_of_each_end(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A36: no reader waits for ever, not even one that let more wait than is kept."""
+    monkeypatch.setattr("engine.peers.MAX_QUEUED_TOKENS", 50)
+    with Client(server.ctl_url) as client:
+        client.hello()
+        sampling = m.Sampling(max_tokens=8000, ignore_eos=True)
+        for n in range(3):
+            client.send(client.build_submit([n, 1, 2], sampling=sampling))
+        wait_until(lambda: any(peer.muted for peer in server.peers.values()), "too much waits", 120.0)
+        wait_until(lambda: not server.jobs, "they are cancelled")
+        ends: list[m.Done] = []
+        while len(ends) < 3:
+            ends += [reply for reply in client.poll(1.0) if isinstance(reply, m.Done)]
+        assert {(done.finish, done.message) for done in ends} == {("cancelled", "its client reads nothing")}
+        assert client.submit("again", sampling=m.Sampling(max_tokens=3, ignore_eos=True)).result()[0]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from engine.peers import Peer, TokenBucket, fitting
+from engine.peers import Job, Peer, TokenBucket, fitting
 from ipc import codec
 from ipc import messages as m
 from tests.ipc.samples import request_row
@@ -69,11 +69,14 @@ def test_waiting_tokens_are_merged_in_order_and_the_end_comes_last(pair: Pair) -
     assert not peer.blocked
 
 
-def test_a_client_that_lets_too_much_wait_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B09: memory for one client is bounded."""
+def test_a_client_that_lets_too_much_wait_loses_tokens_but_no_end(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B09, A36: memory for one client is bounded, and when it reads again each of its streams ends."""
     monkeypatch.setattr("engine.peers.MAX_QUEUED_TOKENS", 100)
-    router, _ = pair
+    router, dealer = pair
     peer = Peer(b"me", "dead", 0.0)
+    peer.live[1] = Job(peer, m.Submit(id=1, prompt="x"), 0, rid=1)
     sent = 0
     while not peer.overrun:
         peer.send(router, _tokens(1, sent), 1.0)
@@ -81,6 +84,19 @@ def test_a_client_that_lets_too_much_wait_is_given_up(pair: Pair, monkeypatch: p
         assert sent < 1000
     assert sent > 100
     assert not peer.blocked, "what waited was thrown away"
+    while not peer.blocked:
+        peer.send(router, m.Ok(id=5), 1.0)
+    peer.send(router, _tokens(1, sent), 1.0)
+    peer.send(router, m.Done(rid=1, finish="length", row=request_row(1)), 1.0)
+    heard: list[m.Reply] = []
+    while not any(isinstance(item, m.Done) for item in heard):
+        peer.flush(router, 2.0)
+        if dealer.poll(10):
+            heard.append(codec.decode_reply(dealer.recv_multipart()))
+    assert [item.finish for item in heard if isinstance(item, m.Done)] == ["cancelled"], "it is not whole"
+    assert max(item.index for item in heard if isinstance(item, m.Tokens)) < 100
+    peer.send(router, _tokens(2, 0), 3.0)
+    assert isinstance(codec.decode_reply(dealer.recv_multipart()), m.Tokens), "a later request is served"
 
 
 def test_a_client_that_left_is_noticed_when_something_is_sent(pair: Pair) -> None:
