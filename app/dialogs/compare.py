@@ -68,7 +68,8 @@ class CompareDialog(QDialog):
         restore_b = button(tr("Restore B"), lambda: self.restore_asked.emit(comparison.b.id))
         parts.append(row(restore_a, restore_b, None, button(tr("Close"), self.close, "primary")))
         self.setLayout(column(*parts, spacing=8, margins=(16, 14, 16, 14)))
-        fit = 30 + 24 * min(9, self.config.model().rowCount())
+        head = self.config.horizontalHeader().sizeHint().height()
+        fit = head + 24 * min(9, self.config.model().rowCount()) + 6
         self.config.setFixedHeight(fit)
 
 

@@ -9,7 +9,6 @@ from app.model.session import Figure, Marker
 from app.units import count, span
 from app.widgets.live_plot import ChartMark, CrosshairLink
 
-
 GROWING_S = (60, 120, 180, 300, 600, 900, 1800, 3600)
 
 

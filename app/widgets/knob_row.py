@@ -193,7 +193,7 @@ class KnobRow(QWidget):
         if view.status is KnobStatus.REFUSED:
             return tr("refused: {why}").format(why=tr_engine(view.reason)), "alarm"
         if view.took_s is not None:
-            text = tr("applied in {time}").format(time=seconds(view.took_s))
+            text = tr("applied, {time}").format(time=seconds(view.took_s))
             if view.preempted:
                 text += " · " + tr("{n} preempted").format(n=view.preempted)
             return text, "small"

@@ -62,6 +62,7 @@ class Toast(QFrame):
         assert layout is not None
         layout.activate()
         text = self._label.heightForWidth(WIDTH - TEXT_MARGIN)
+        self._label.setMinimumHeight(text)
         return max(layout.totalHeightForWidth(WIDTH), text + 20, layout.totalMinimumSize().height())
 
     def again(self) -> None:

@@ -64,7 +64,7 @@ def test_a_click_is_pending_until_it_is_applied(window: MainWindow, link: FeedLi
     assert not row.editor.pending
     assert row.editor.isEnabled()
     assert not row.editor.isChecked()
-    assert row.status.full_text.startswith("applied in 1.50")
+    assert row.status.full_text.startswith("applied, 1.50")
     assert window.view.marks()[0].label == "Prefix cache: off"
 
 

@@ -133,6 +133,8 @@ def test_toasts_stack_count_repeats_and_go(qtbot: QtBot) -> None:
         assert window.rect().contains(toast.geometry())
     stack.show_notice("error", "went wrong " * 20, "Traceback\n  <b>here</b>")
     assert stack.toasts[-1].height() > stack.toasts[0].height()
+    label = stack.toasts[-1]._label
+    assert label.height() >= label.heightForWidth(label.width()), "no line of the text is cut off"
     stack.toasts[-1].close_now()
     assert len(stack.toasts) == MAX_TOASTS - 1
 
