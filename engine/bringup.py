@@ -78,6 +78,8 @@ def explain(error: Exception, *, running: bool) -> tuple[int, str]:
         return ExitCode.OUT_OF_MEMORY, f"out of memory {what}: {error}"
     if isinstance(error, DeviceError):
         return ExitCode.DEVICE, str(error)
+    if isinstance(error, torch.AcceleratorError):
+        return ExitCode.DEVICE, f"the device failed: {error}"
     if running:
         return ExitCode.LOOP_FAILED, f"the step loop failed: {type(error).__name__}: {error}"
     if isinstance(error, PatchRefused):

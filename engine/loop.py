@@ -265,6 +265,8 @@ class EngineCore:
         self._step += 1
         try:
             out = self.runner.execute(plan)
+        except torch.AcceleratorError:
+            raise  # the device's context is lost: every later step would fail too
         except (RuntimeError, ValueError, IndexError, MemoryError) as error:
             log.exception(
                 "step %d failed; its %d requests end with an error", self._step, len(plan.scheduled)

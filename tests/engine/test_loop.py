@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from engine.block_pool import LedgerError
+from engine.bringup import explain
 from engine.config import ConfigError, EngineConfig
 from engine.door import RequestRefused
 from engine.knob_store import PatchRefused
+from engine.lifetime import ExitCode
 from engine.models.loader import LoadedModel
 from engine.reconfigure import NoWayBack
 from engine.request import Request
@@ -180,6 +182,24 @@ def test_a_failing_step_fails_its_requests_and_no_more(model: LoadedModel, monke
     monkeypatch.undo()
     assert (engine.heard.done[rid].code, engine.heard.done[rid].message) == ("internal", "device lost")
     assert engine.generate([prompt(1, 10)], GREEDY) == [expected]
+
+
+def test_a_lost_device_fails_the_engine_and_not_one_step_after_the_other(
+    model: LoadedModel, monkeypatch: Any
+) -> None:
+    """After such an error every use of the device fails: an engine that calls itself ready would lie."""
+    engine = Engine(model)
+
+    def lost(plan: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine.core.runner, "execute", lost)
+    rid = engine.submit(prompt(1, 10), GREEDY)
+    with pytest.raises(torch.AcceleratorError) as caught:
+        engine.run()
+    assert (engine.heard.done[rid].finish, engine.core.phase) == ("error", "failed")
+    assert "illegal memory access" in engine.heard.states[-1].reason
+    assert explain(caught.value, running=True)[0] == ExitCode.DEVICE
 
 
 def test_a_step_that_fails_without_a_text_is_named(model: LoadedModel, monkeypatch: Any) -> None:
