@@ -96,7 +96,11 @@ class Publisher:
     def set_state(self, state: m.EngineState) -> None:
         """Publish the engine's phase, with the totals since start."""
         self.state = msgspec.structs.replace(
-            state, ended=self._ended_n, prefill_tok=self._prefill_tok, decode_tok=self._decode_tok
+            state,
+            reason=codec.clip(state.reason),
+            ended=self._ended_n,
+            prefill_tok=self._prefill_tok,
+            decode_tok=self._decode_tok,
         )
         self.publish(self.state)
 
