@@ -101,6 +101,10 @@ def _addresses(options: argparse.Namespace) -> tuple[Address, Address]:
     def check(url: str) -> Address:
         return check_address(url, curve=options.curve is not None, allow_remote=options.allow_remote)
 
+    if options.name and options.ctl:
+        raise ConfigError(
+            f"--name {options.name} has no meaning beside --ctl {options.ctl}: give one of them"
+        )
     ctl = check(options.ctl) if options.ctl else default_address(name)
     tel = check(options.tel) if options.tel else telemetry_address(ctl)
     return ctl, tel

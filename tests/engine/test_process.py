@@ -224,6 +224,7 @@ def test_a_taken_port_and_a_taken_name_are_said_clearly(tmp_path: Path) -> None:
         (["--model", "/", "--ctl", "ipc://" + "/x" * 70], "bytes"),
         (["--model", "/", "--ctl", "http://127.0.0.1:1"], "http"),
         (["--model", "/", "--name", "../x"], "../x"),
+        (["--model", "/", "--name", "a", "--ctl", "tcp://127.0.0.1:0"], "--name a"),
         (["--model", "/", "--knob", "block_size"], "block_size"),
         (["--model", "/", "--knob", "block_size=x"], "block_size=x"),
         (["--model", "/", "--knob", "block_size=0"], "block_size=0"),
