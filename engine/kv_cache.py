@@ -18,7 +18,7 @@ from engine.models.spec import ModelSpec
 
 def kv_bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block of ``block_size`` tokens takes over all layers, keys and values together."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize * block_size
+    return spec.kv_bytes_per_token(dtype) * block_size
 
 
 @dataclass(slots=True)
