@@ -220,9 +220,6 @@ class BlockPool:
         """Whether the block's content is under a key."""
         return self._keyed[block] == 1
 
-    def references(self, block: int) -> int:
-        return self._refs[block]
-
     def _claim(self, blocks: Sequence[int], owner: int) -> None:
         for block in blocks:
             self._refs[block] = 1

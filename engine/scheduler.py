@@ -69,9 +69,13 @@ class Scheduler:
             self.waiting.remove(request)
 
     def distrust(self, request: Request) -> None:
-        """A running request's keys and values cannot be trusted: what it alone holds is not reused."""
+        """A running request's keys and values cannot be trusted: nothing that it holds is found any more.
+
+        That goes for shared blocks too. Who shares them has computed with them and fails by itself; but once
+        what is not finite in them was scrubbed, a later request would go on with it and never notice.
+        """
         for block in request.block_table:
-            if self.pool.references(block) == 1 and self.pool.is_kept(block):
+            if self.pool.is_kept(block):
                 self.cache.forget(block)
                 self.pool.drop(block)
 

@@ -345,6 +345,26 @@ def test_requests_of_one_prefix_compute_it_once() -> None:
     assert [r.cached_tokens for _rid, r in sorted(drive.done.items())] == [0] + [40] * 7
 
 
+def test_blocks_of_a_request_that_went_wrong_are_not_found_by_others() -> None:
+    """A25: not even those that another one shares, for its failing may come later than a third one's look."""
+    drive = Drive(num_blocks=100, block_size=4)
+    shared = prompt(9, 8)
+    drive.add(shared + prompt(1, 5), 20)
+    drive.step()
+    drive.add(shared + prompt(2, 5), 20)
+    drive.step()
+    first, second = drive.scheduler.running
+    assert second.cached_tokens == 8
+    drive.scheduler.distrust(first)
+    drive.finish(first)
+    third = drive.add(shared + prompt(3, 5), 2)
+    drive.step()
+    assert second.is_running
+    assert third.cached_tokens == 0
+    drive.run()
+    assert third.output_ids == expected_output(shared + prompt(3, 5), 2)
+
+
 def test_waiting_for_a_common_prefix_costs_a_bounded_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds that wait for one prefix are not all matched again in each step that computes some of it."""
     drive = Drive(num_blocks=128, prefill_chunk_tokens=4)
