@@ -147,6 +147,13 @@ class BlockPool:
                     self._fill[block] = 0
                     self._free[block] = None
 
+    def pass_on(self, blocks: Sequence[int], table: Sequence[int], owner: int) -> None:
+        """Show ``owner`` as that of the first released ``blocks``, as far as its ``table`` begins with them."""
+        for block, theirs in zip(blocks, table, strict=False):
+            if block != theirs:
+                return
+            self._owner[block] = owner % OWNER_MODULUS
+
     def num_released_by(self, blocks: Sequence[int]) -> int:
         """How many of these blocks would become available if one reference to each were given back."""
         return sum(1 for block in blocks if self._refs[block] == 1)

@@ -365,6 +365,9 @@ class Scheduler:
             if self._in_flight.get(key) == request.rid:
                 del self._in_flight[key]
         self.pool.release(request.block_table)
+        if self.pool.num_referenced(request.block_table[:1]):  # a chain is shared from its head on
+            for other in self.running:
+                self.pool.pass_on(request.block_table, other.block_table, other.rid)
         request.block_table = []
         request.num_keyed = 0
         heapq.heappush(self._free_slots, request.slot)

@@ -345,6 +345,23 @@ def test_requests_of_one_prefix_compute_it_once() -> None:
     assert [r.cached_tokens for _rid, r in sorted(drive.done.items())] == [0] + [40] * 7
 
 
+def test_shared_blocks_are_shown_with_an_owner_that_still_runs() -> None:
+    drive = Drive(num_blocks=100, block_size=4)
+    shared = prompt(9, 8)
+    first = drive.add(shared + prompt(1, 5), 3)
+    drive.step()
+    second, third = drive.add(shared + prompt(2, 5), 20), drive.add(prompt(9, 4) + prompt(3, 5), 20)
+    while first.rid not in drive.done:
+        drive.step()
+    view = drive.scheduler.pool.view(0)
+    assert third.block_table[0] == second.block_table[0]
+    assert view.owner[second.block_table[0]] in (second.rid, third.rid)
+    assert view.owner[second.block_table[1]] == second.rid
+    drive.finish(second)
+    drive.finish(third)
+    assert not drive.scheduler.pool.view(0).owner.any()
+
+
 def test_blocks_of_a_request_that_went_wrong_are_not_found_by_others() -> None:
     """A25: not even those that another one shares, for its failing may come later than a third one's look."""
     drive = Drive(num_blocks=100, block_size=4)
