@@ -148,7 +148,7 @@ class BlockPool:
                     self._free[block] = None
 
     def pass_on(self, blocks: Sequence[int], table: Sequence[int], owner: int) -> None:
-        """Show ``owner`` as that of the first released ``blocks``, as far as its ``table`` begins with them."""
+        """Show ``owner`` as that of the first released ``blocks``, as far as ``table`` begins with them."""
         for block, theirs in zip(blocks, table, strict=False):
             if block != theirs:
                 return
