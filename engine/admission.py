@@ -78,13 +78,22 @@ def grant_run(pool: BlockPool, owner: int, shared: list[int], total: int, others
 
 
 def choose_victims(
-    pool: BlockPool, running: Sequence[Request], head: Request, max_num_seqs: int, needed: int
+    pool: BlockPool,
+    running: Sequence[Request],
+    head: Request,
+    max_num_seqs: int,
+    needed: int,
+    *,
+    in_a_row: bool,
 ) -> list[Request]:
     """The fewest running requests, from the end of the order, that ``head`` may displace to get its place.
 
     Only those of strictly lower priority that are also behind it in the order, ageing included. Empty if it
-    has its place already or if even all of them would not be enough.
+    has its place already or if even all of them would not be enough: enough for ``needed`` blocks, and
+    ``in_a_row`` for as many neighbouring ones.
     """
+    if in_a_row:
+        return _choose_neighbours(pool, running, head, max_num_seqs, needed)
     size = pool.block_size
     lacking = {r.rid: max(0, -(-len(r.token_ids) // size) - len(r.block_table)) for r in running}
     seats = max_num_seqs - len(running)
@@ -93,8 +102,29 @@ def choose_victims(
     for victim in reversed(running):
         if seats >= 1 and spare >= 0:
             break
-        if victim.priority > head.priority and victim.order > head.order:
+        if _may_displace(head, victim):
             chosen.append(victim)
             seats += 1
             spare += pool.num_released_by(victim.block_table) + lacking[victim.rid]
     return chosen if seats >= 1 and spare >= 0 else []
+
+
+def _choose_neighbours(
+    pool: BlockPool, running: Sequence[Request], head: Request, max_num_seqs: int, needed: int
+) -> list[Request]:
+    def suffice(victims: Sequence[Request]) -> bool:
+        tables = [victim.block_table for victim in victims]
+        return max_num_seqs - len(running) + len(victims) >= 1 and pool.longest_run(tables) >= needed
+
+    chosen = [victim for victim in running if _may_displace(head, victim)]
+    if suffice([]) or not suffice(chosen):
+        return []
+    for victim in list(chosen):  # those in front are spared first
+        rest = [other for other in chosen if other is not victim]
+        if suffice(rest):
+            chosen = rest
+    return chosen[::-1]
+
+
+def _may_displace(head: Request, victim: Request) -> bool:
+    return victim.priority > head.priority and victim.order > head.order

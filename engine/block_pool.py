@@ -102,9 +102,7 @@ class BlockPool:
         """Take the first run of ``count`` neighbouring blocks, evicting what is cached there, or None."""
         if count == 0:
             return []
-        unused = np.frombuffer(self._refs, dtype=np.int32) == 0
-        ends = np.flatnonzero(np.diff(np.concatenate(([False], unused, [False])).astype(np.int8)))
-        starts, lengths = ends[::2], ends[1::2] - ends[::2]
+        starts, lengths = _runs(np.frombuffer(self._refs, dtype=np.int32) == 0)
         long_enough = np.flatnonzero(lengths >= count)
         if not long_enough.size:
             return None
@@ -118,6 +116,13 @@ class BlockPool:
                 self._give_up(block)
         self._claim(blocks, owner)
         return blocks
+
+    def longest_run(self, released: Iterable[Sequence[int]] = ()) -> int:
+        """The most neighbouring blocks that nobody uses, or would once these block tables were released."""
+        refs = np.frombuffer(self._refs, dtype=np.int32).copy()
+        for table in released:
+            refs[list(table)] -= 1
+        return int(_runs(refs == 0)[1].max(initial=0))
 
     def share(self, blocks: Sequence[int], owner: int) -> None:
         """Refer once more to blocks that hold content: cached ones come back into use."""
@@ -238,3 +243,9 @@ class BlockPool:
         self._fill[block] = 0
         self.evictions += 1
         self._on_evict(block)
+
+
+def _runs(unused: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Start and length of each run of True."""
+    ends = np.flatnonzero(np.diff(np.concatenate(([False], unused, [False])).astype(np.int8)))
+    return ends[::2], ends[1::2] - ends[::2]

@@ -311,7 +311,8 @@ class Scheduler:
         needed = (
             self.blocks_for(head) if self.knobs.contiguous else self._blocks_known(head) + self._watermark
         )
-        for victim in choose_victims(self.pool, self.running, head, self.knobs.max_num_seqs, needed):
+        seats, in_a_row = self.knobs.max_num_seqs, self.knobs.contiguous
+        for victim in choose_victims(self.pool, self.running, head, seats, needed, in_a_row=in_a_row):
             self.preempt(victim, now_ns)
             plan.preempted.append(victim)
 

@@ -297,6 +297,30 @@ def test_a_higher_priority_takes_blocks_only_if_that_lets_it_start() -> None:
     drive.run()
 
 
+@pytest.mark.parametrize(("priorities", "victims"), [((1, 9, 1, 8), []), ((1, 9, 8, 1), [2, 3])])
+def test_neighbouring_blocks_are_taken_only_if_they_make_a_run(
+    priorities: tuple[int, ...], victims: list[int]
+) -> None:
+    """B04: under contiguous allocation nobody is displaced for blocks that do not lie side by side."""
+    drive = Drive(
+        num_blocks=8,
+        kv_allocation="contiguous",
+        policy="priority",
+        priority_ageing_s=100.0,
+        prefix_cache=False,
+    )
+    low = []
+    for seed, priority in enumerate(priorities):
+        low.append(drive.add(prompt(seed, 2), 7, priority=priority))
+        drive.step()
+    assert [request.block_table for request in low] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    head = drive.add(prompt(7, 13), 4, priority=5)
+    plan = drive.step()
+    assert sorted(request.rid for request in plan.preempted) == victims
+    assert head.is_running == bool(victims)
+    drive.run()
+
+
 def test_ageing_bounds_the_wait() -> None:
     """B05: under a steady load of higher priority a low request starts within levels x ageing."""
     drive = Drive(max_num_seqs=1, policy="priority", priority_ageing_s=0.2)
