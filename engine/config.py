@@ -31,7 +31,7 @@ class EngineConfig:
     memory that is available, at most 2 GiB.
     ``max_model_len`` may only lower the model's own limit. ``check`` verifies the block ledger
     after every step. ``stall_after_s`` is how long work may wait with nothing done before the
-    engine calls itself stalled.
+    engine calls itself stalled. Running requests are told of anew every ``progress_interval_s``.
     """
 
     model: Path
@@ -45,6 +45,7 @@ class EngineConfig:
     check: bool = False
     stall_after_s: float = 3.0
     block_view_interval_s: float = 0.1
+    progress_interval_s: float = 0.5
     knobs: Mapping[str, KnobValue] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

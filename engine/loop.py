@@ -108,6 +108,7 @@ class EngineCore:
         self._progress_ns = now
         self._view_ns = 0
         self._view_due = True
+        self._progress_rows_ns = now
         self._publish_ns = 0
 
     # --- any thread ---
@@ -257,6 +258,7 @@ class EngineCore:
         else:
             self._look_for_stall(plan, clock.planned)
         self._publish_view(clock.planned)
+        self._publish_progress(clock.planned)
         self._flush()
         self._last_step_ns = self._clock()
         return took or (plan is not None and bool(plan.scheduled or plan.preempted))
@@ -383,6 +385,12 @@ class EngineCore:
             self.answers.events.append(self.scheduler.pool.view(now_ns))
             self._view_ns = now_ns
             self._view_due = False
+
+    def _publish_progress(self, now_ns: int) -> None:
+        """Rows of the running requests, so that whoever watches sees their tokens grow."""
+        if now_ns - self._progress_rows_ns >= int(self.config.progress_interval_s * 1e9):
+            self._progress_rows_ns = now_ns
+            self.answers.events += [request.row() for request in self.scheduler.running]
 
     def _set_phase(self, phase: Phase, reason: str) -> None:
         self.phase, self._reason, self._since_ns = phase, reason, self._clock()

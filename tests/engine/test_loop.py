@@ -8,6 +8,7 @@ import random
 import threading
 import time
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -598,6 +599,21 @@ def test_step_rows_add_up(model: LoadedModel) -> None:
     assert sum(s.decode_tok for s in engine.heard.steps) == 6 * 11
     assert engine.heard.steps[-1].used_blk == 0
     assert engine.heard.views[-1].state.size == pool.num_blocks
+
+
+def test_running_requests_are_told_of_while_they_run(model: LoadedModel) -> None:
+    """Whoever watches sees the tokens of a running request grow, twice a second and not each step."""
+    now = [1_000_000_000]
+    engine = Engine(model, clock_ns=lambda: now[0])
+    rid = engine.submit(prompt(1, 20), Sampling(max_tokens=12, ignore_eos=True))
+    while rid not in engine.heard.done:
+        engine.core.step()
+        now[0] += 100_000_000
+    decoding = [row.output_tok for row in engine.heard.rows[rid] if row.state == "decode"]
+    assert decoding == sorted(decoding)
+    grown = [tokens for tokens in decoding if tokens > 1]
+    assert len(grown) >= 2
+    assert all(b - a >= 4 for a, b in pairwise(grown))
 
 
 # --- progress, idleness, bounds --------------------------------------------------------------------
