@@ -113,8 +113,8 @@ class BandwidthPanel(QWidget):
     def _show_source(self) -> None:
         device = self._session.device
         gpus = list(self._session.gpus.values())
-        on_cpu = device is not None and device.kind == "cpu"
-        if gpus and not (on_cpu and all(card.error for card in gpus)):
+        needs_none = device is None or device.kind == "cpu"
+        if gpus and not (needs_none and all(card.error for card in gpus)):
             self.source.setText("\n".join(describe_gpu(row) for row in gpus))
             self.summary_changed.emit(gpus[0].name)
             self.source.setToolTip("")
@@ -140,7 +140,7 @@ def _pair(quantity: Quantity, share: float | None) -> str:
 def describe_gpu(row: GpuRow) -> str:
     """One card in one or two lines; what NVML does not tell is left out."""
     if row.error:
-        return tr("{name}: {why}").format(name=row.name, why=row.error)
+        return tr("{name}: {why}").format(name=row.name, why=row.error) if row.name else row.error
     parts = []
     if row.dram_read_write_percent is not None:
         parts.append(tr("memory busy {share}").format(share=percent(row.dram_read_write_percent / 100)))

@@ -17,6 +17,7 @@ from app.actions import ACTIONS, CONDITIONS, MENUS
 from app.console import Console
 from app.main_window import PANELS, MainWindow
 from app.net.types import LinkState, LinkStatus
+from app.panels.bandwidth import describe_gpu
 from app.settings import LAYOUT_VERSION
 from app.units import NONE
 from ipc.messages import CfgSet, GpuRow
@@ -129,7 +130,9 @@ def test_d04_without_nvml_the_panel_says_so_and_models(window: MainWindow, link:
     link.ready()
     beat(window, 1)
     link.traffic()
-    link.push(gpu=[GpuRow(t_ns=1, uuid="", name="", error="NVML Shared Library Not Found")])
+    none = GpuRow(t_ns=1, uuid="", name="", error="NVML Shared Library Not Found")
+    assert describe_gpu(none) == none.error
+    link.push(gpu=[none])
     beat(window)
     panel = window.bandwidth
     assert panel.source.text() == "No NVIDIA driver found: traffic is modelled."
