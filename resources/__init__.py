@@ -1,1 +1,1 @@
-"""Files that the console reads at run time: fonts, icons, the style sheet, translations. No code lives here."""
+"""Files that the console reads at run time: fonts, icons, style sheet, translations. No code lives here."""
