@@ -245,17 +245,23 @@ def _plan_tiles(
     """Tiles of a chunk at ``start`` of the step; its keys begin at position ``key_base``."""
     if computed == 0 and (window is None or new <= window):
         return [_Tile(start, start + new, 0, new, None)]
+    firsts = range(0, new, QUERY_TILE)
+    oldest = [0 if window is None else max(0, computed + first + 1 - window) for first in firsts]
+    behind = [computed + first - old for first, old in zip(firsts, oldest, strict=True)]
+    # What a query sees depends on its distance to a key alone, so all tiles share one mask, each from its own
+    # column on. One for each would take gigabytes for a long chunk over a long context.
+    most, side = max(behind), min(QUERY_TILE, new)
+    distance = torch.arange(side, device=kv.device).unsqueeze(1) + most
+    distance = distance - torch.arange(most + side, device=kv.device)
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    mask = _mask(hidden, kv.dtype)
     tiles = []
-    for first in range(0, new, QUERY_TILE):
+    for first, old, seen in zip(firsts, oldest, behind, strict=True):
         last = min(first + QUERY_TILE, new)
-        oldest = 0 if window is None else max(0, computed + first + 1 - window)
-        positions = torch.arange(computed + first, computed + last, device=kv.device).unsqueeze(1)
-        behind = positions - torch.arange(oldest, computed + last, device=kv.device)
-        hidden = behind < 0
-        if window is not None:
-            hidden |= behind >= window
-        mask = _mask(hidden, kv.dtype)
-        tiles.append(_Tile(start + first, start + last, oldest - key_base, computed + last - key_base, mask))
+        shared = mask[: last - first, most - seen : most + last - first]
+        tiles.append(_Tile(start + first, start + last, old - key_base, computed + last - key_base, shared))
     return tiles
 
 
