@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-import psutil
+from typing import Literal
 
 from ipc.messages import KnobValue
 
-if TYPE_CHECKING:
-    import torch
-
 GIB = 1 << 30
-MAX_CPU_POOL_BYTES = 2 * GIB
 
 
 class ConfigError(ValueError):
@@ -61,24 +55,3 @@ class EngineConfig:
             raise ConfigError(f"threads is {self.threads}; it must lie in 1 to 1024")
         if not self.stall_after_s > 0:
             raise ConfigError(f"stall_after_s is {self.stall_after_s}; it must be above 0")
-
-
-def kv_pool_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Memory for the KV pool, to be asked for once the weights are in place. See `EngineConfig`."""
-    if config.kv_pool_bytes is not None:
-        return config.kv_pool_bytes
-    if device.type == "cuda":
-        import torch
-
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(total * config.gpu_memory_utilization) - (total - free))
-    return int(min(MAX_CPU_POOL_BYTES, psutil.virtual_memory().available // 8))
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that an allocation on the device could take now."""
-    if device.type == "cuda":
-        import torch
-
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.layers.linear import candidates
-from engine.memory import available_bytes
+from engine.memory import free_bytes
 from ipc.messages import DeviceInfo
 
 CPU_BUFFER_BYTES = 64 << 20  # well above the last-level caches of most CPUs
@@ -115,7 +115,7 @@ def cpu_name() -> str:
 def _bandwidth(device: torch.device) -> tuple[float, float]:
     """Bytes per second of a copy (read and write counted) and of reading alone."""
     wanted = GPU_BUFFER_BYTES if device.type == "cuda" else CPU_BUFFER_BYTES
-    size = max(1 << 20, min(wanted, _free_bytes(device) // 8)) // 4
+    size = max(1 << 20, min(wanted, free_bytes(device) // 8)) // 4
     source = torch.ones(size, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / _best_s(lambda: target.copy_(source), device)
@@ -142,12 +142,6 @@ def _product_flops(device: torch.device, dtype: torch.dtype) -> float:
         if 2 * n**3 / (time.perf_counter() - start) > best / 2:
             best = max(best, 2 * n**3 / _best_s(partial(apply, inputs), device))
     return best
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_bytes()
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:

@@ -18,10 +18,11 @@ import torch
 
 from engine.answer import Answers, Event
 from engine.block_pool import BlockView
-from engine.config import GIB, EngineConfig, kv_pool_bytes
+from engine.config import GIB, EngineConfig
 from engine.door import RequestRefused, check_fit, check_request
 from engine.knob_store import KnobStore, PatchRefused, Proposal
 from engine.kv_cache import KVCache
+from engine.memory import kv_pool_bytes
 from engine.metrics import StepClock, step_row
 from engine.models.loader import LoadedModel
 from engine.plan import StepPlan
@@ -101,6 +102,7 @@ class EngineCore:
         self._rids = itertools.count(1)
         self._inbox: deque[Request | tuple[list[int], str] | Proposal] = deque()
         self._wakeup = threading.Condition()
+        self._closed = False
         self._since_ns = now
         self._reason = ""
         self._step = 0
@@ -222,6 +224,8 @@ class EngineCore:
                 if not self._inbox and not stop.is_set():
                     self._wakeup.wait(STUCK_WAIT_S if self.answers.live else IDLE_WAIT_S)
         self._set_phase("stopping", "")
+        with self._wakeup:
+            self._closed = True  # whatever is put from now on is refused, so nothing is left without an end
         self._take_inbox(self._clock())
         self.answers.finish_all("cancelled", self._clock(), message="the engine stopped")
         self._flush()
@@ -406,5 +410,8 @@ class EngineCore:
         self._publish_ns = self._clock() - begin
 
     def _put(self, item: Request | tuple[list[int], str] | Proposal) -> None:
-        self._inbox.append(item)
-        self.wake()
+        with self._wakeup:
+            if self._closed and isinstance(item, Request):
+                raise RequestRefused("not_ready", "the engine is stopping")
+            self._inbox.append(item)
+            self._wakeup.notify()

@@ -1,11 +1,15 @@
-"""How much memory this process may still take: the machine's, or less in a container that has a limit."""
+"""How much memory may still be taken: a card's, the machine's, or less in a container that has a limit."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import psutil
+import torch
 
+from engine.config import GIB, EngineConfig
+
+MAX_CPU_POOL_BYTES = 2 * GIB
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -23,6 +27,23 @@ def available_bytes(cgroup: Path = CGROUP) -> int:
         if allowed is not None and taken is not None:
             free = min(free, max(0, allowed - taken))
     return free
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory in bytes that an allocation on the device could take now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_bytes()
+
+
+def kv_pool_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Memory for the KV pool, to be asked for once the weights are in place. See `EngineConfig`."""
+    if config.kv_pool_bytes is not None:
+        return config.kv_pool_bytes
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(total * config.gpu_memory_utilization) - (total - free))
+    return min(MAX_CPU_POOL_BYTES, available_bytes() // 8)
 
 
 def _number(file: Path) -> int | None:

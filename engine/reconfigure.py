@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from engine.config import GIB, free_bytes
+from engine.config import GIB
 from engine.door import RequestRefused, check_fit
 from engine.knob_store import PatchRefused, Proposal
+from engine.memory import free_bytes
 from engine.scheduler import SchedulerKnobs
 from ipc.messages import KnobValue
 
