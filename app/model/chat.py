@@ -6,7 +6,7 @@ Each reply is an ordinary request of the engine. Its TTFT and rate come from the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from app.net.types import OnItem, OnReply, StreamLost
@@ -45,6 +45,7 @@ class Turn:
     finish: str = ""
     cached_tok: int = 0
     prompt_tok: int | None = None
+    unwanted: bool = False  # to be stopped
 
 
 @dataclass(slots=True)
@@ -65,12 +66,8 @@ class ChatModel:
         """Send ``text`` with the conversation so far. Raises ValueError while a reply is on its way."""
         if self.busy:
             raise ValueError("A reply is on its way; stop it first or wait for its end.")
+        messages = [*self._answered(), ChatMessage(role="user", content=text)]
         self.turns.append(Turn("user", text))
-        messages = [
-            ChatMessage(role="assistant" if turn.role == "assistant" else "user", content=turn.text)
-            for turn in self.turns
-            if turn.text and turn.state != "failed"
-        ]
         reply = Turn("assistant", state="waiting")
         self.turns.append(reply)
         self.version += 1
@@ -80,10 +77,25 @@ class ChatModel:
             command, lambda answer: self._on_reply(reply, answer), lambda item: self._on_item(reply, item)
         )
 
+    def _answered(self) -> Iterator[ChatMessage]:
+        """The conversation so far, without questions that got no answer.
+
+        The engine would refuse again what it has refused, and templates may refuse two questions in a row.
+        """
+        for question, reply in zip(self.turns[::2], self.turns[1::2], strict=True):
+            if reply.text and reply.state != "failed":
+                yield ChatMessage(role="user", content=question.text)
+                yield ChatMessage(role="assistant", content=reply.text)
+
     def stop(self) -> None:
         """Ask the engine to end the reply that is on its way; what came stays."""
-        if self.busy and self.turns[-1].rid is not None:
-            self.send(Cancel(id=1, rid=self.turns[-1].rid), None, None)
+        if self.busy:
+            self.turns[-1].unwanted = True
+            self._cancel_unwanted(self.turns[-1])
+
+    def _cancel_unwanted(self, turn: Turn) -> None:
+        if turn.unwanted and turn.rid is not None:  # else it is cancelled as soon as the engine has named it
+            self.send(Cancel(id=1, rid=turn.rid), None, None)
 
     def clear(self) -> None:
         """Begin anew."""
@@ -94,6 +106,7 @@ class ChatModel:
     def _on_reply(self, turn: Turn, answer: Reply) -> None:
         if isinstance(answer, Accepted):
             turn.rid, turn.prompt_tok = answer.rid, answer.prompt_tokens
+            self._cancel_unwanted(turn)
         elif isinstance(answer, Error):
             turn.state, turn.error = "failed", answer.message
         self.version += 1

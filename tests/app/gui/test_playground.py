@@ -103,7 +103,34 @@ def test_a_refusal_is_shown_and_left_out_of_the_next_question(
     assert "too long" in window.playground._views[1].meta.text()
     window.playground.field.setPlainText("short")
     window.playground.on_send()
-    assert "assistant" not in [m.role for m in link.last(Submit)[1].messages]
+    assert [m.content for m in link.last(Submit)[1].messages] == ["short"], (
+        "the refused one is not sent again"
+    )
+
+
+def test_a_question_without_an_answer_does_not_make_two_in_a_row(
+    window: MainWindow, link: FeedLink, qtbot: QtBot
+) -> None:
+    number = ask(window, link, qtbot, "first")
+    link.stream(number, Done(rid=5, finish="cancelled", row=row(0, "cancelled")))
+    beat(window, 2)
+    ask(window, link, qtbot, "second")
+    assert [m.content for m in link.last(Submit)[1].messages] == ["second"]
+
+
+def test_what_is_stopped_before_the_engine_has_named_it_is_cancelled_then(
+    window: MainWindow, link: FeedLink, qtbot: QtBot
+) -> None:
+    link.ready()
+    beat(window)
+    window.show_panel("playground")
+    window.playground.field.setPlainText("x")
+    window.playground.on_send()
+    window.playground.clear.click()
+    assert not any(isinstance(command, Cancel) for command in link.sent)
+    link.accept_chat(rid=5)
+    beat(window, 2)
+    assert link.last(Cancel)[1].rid == 5
 
 
 def test_a_new_chat_is_empty(window: MainWindow, link: FeedLink, qtbot: QtBot) -> None:
