@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from PySide6.QtCore import QAbstractTableModel, QModelIndex, QPersistentModelIndex, Qt
 
 from app.i18n import N_, tr, tr_engine, tr_later
+from app.model.requests import Key
 from app.model.session import RequestView, SessionModel
 from app.units import NONE, count, seconds
 from app.widgets.basic import plain_tip
@@ -108,7 +109,7 @@ class RequestTable(QAbstractTableModel):
         super().__init__()
         self._session = session
         self._rows: list[RequestView] = []  # oldest first; shown from the end
-        self._at: dict[int, int] = {}
+        self._at: dict[Key, int] = {}
         self._seen_rev = -1
 
     def refresh(self) -> None:
@@ -121,13 +122,13 @@ class RequestTable(QAbstractTableModel):
         if changed is None:
             self.rebuild(self._session.request_rows())
             return
-        new = sorted((v for v in changed if v.rid not in self._at), key=lambda v: v.rid)
-        if len(self._rows) + len(new) > MAX_ROWS or (new and self._rows and new[0].rid < self._rows[-1].rid):
+        new = sorted((v for v in changed if v.key not in self._at), key=lambda v: v.key)
+        if len(self._rows) + len(new) > MAX_ROWS or (new and self._rows and new[0].key < self._rows[-1].key):
             self.rebuild(self._session.request_rows())
             return
         last = len(COLUMNS) - 1
         for view in changed:
-            at = self._at.get(view.rid)
+            at = self._at.get(view.key)
             if at is not None:
                 self._rows[at] = view
                 line = len(self._rows) - 1 - at
@@ -135,15 +136,15 @@ class RequestTable(QAbstractTableModel):
         if new:
             self.beginInsertRows(QModelIndex(), 0, len(new) - 1)
             for view in new:
-                self._at[view.rid] = len(self._rows)
+                self._at[view.key] = len(self._rows)
                 self._rows.append(view)
             self.endInsertRows()
 
     def rebuild(self, rows: list[RequestView]) -> None:
         """Show these rows, in any order."""
         self.beginResetModel()
-        self._rows = sorted(rows, key=lambda v: v.rid)[-MAX_ROWS * 3 // 4 :]
-        self._at = {view.rid: i for i, view in enumerate(self._rows)}
+        self._rows = sorted(rows, key=lambda v: v.key)[-MAX_ROWS * 3 // 4 :]
+        self._at = {view.key: i for i, view in enumerate(self._rows)}
         self.endResetModel()
 
     def view_at(self, line: int) -> RequestView:
@@ -151,8 +152,8 @@ class RequestTable(QAbstractTableModel):
         return self._rows[len(self._rows) - 1 - line]
 
     def line_of(self, rid: int) -> int | None:
-        """The line of a request, or None."""
-        at = self._at.get(rid)
+        """The line of a request of the newest engine, or None."""
+        at = self._at.get((self._rows[-1].key[0], rid)) if self._rows else None
         return None if at is None else len(self._rows) - 1 - at
 
     def rowCount(self, parent: AnyIndex = QModelIndex()) -> int:  # noqa: B008

@@ -54,6 +54,7 @@ class RequestBook:
     def __init__(self, most_ended: int = 20_000, most_gaps: int = 1_000_000) -> None:
         """Keep at most so many ended requests, and so many gaps between tokens in them all together."""
         self.rev = 0
+        self.forgot_rev = 0  # the revision in which rows last went away
         self.unheard = 0  # requests whose end was lost with a message
         self.ttft = Ring(("t_s", "value"), 65_536)
         self.tpot = Ring(("t_s", "value"), 65_536)
@@ -70,15 +71,21 @@ class RequestBook:
         self._ttft_seen: set[Key] = set()
 
     def new_engine(self) -> None:
-        """Another engine process: the live requests of the one before ended with it."""
+        """Another engine process: its numbers begin anew."""
+        self.engine_ended()
+        self._ttft_seen.clear()
+        self._engine += 1
+
+    def engine_ended(self) -> None:
+        """The live requests ended with their engine."""
         for key in list(self._live):
             view = self._live.pop(key)
             row = msgspec.structs.replace(
                 view.row, state="finished", finish="error", message="The engine ended.", code="internal"
             )
+            self.rev += 1
+            self._revs[key] = self.rev
             self._end(RequestView(key, row, view.arrive_s, view.queue_s, view.ttft_s, None, None))
-        self._ttft_seen.clear()
-        self._engine += 1
 
     def resynced(self, live: frozenset[int]) -> None:
         """Forget requests that are no longer live and whose end was lost."""
@@ -88,6 +95,7 @@ class RequestBook:
             self._ttft_seen.discard(key)
             self.unheard += 1
             self.rev += 1
+            self.forgot_rev = self.rev
 
     def take(self, rows: Iterable[RequestRow], offset_ns: int) -> None:
         """Rows in order of arrival; ``offset_ns`` is the engine's clock minus ours."""

@@ -147,6 +147,8 @@ class SessionModel:
         self._book.take(batch.requests, offset_ns)
         if batch.live is not None:
             self._book.resynced(batch.live)
+        if batch.link.state is LinkState.DEAD:
+            self._book.engine_ended()
         for event in batch.events:
             self._take_event(event, offset_ns)
         if batch.cfg is not None:
@@ -319,9 +321,12 @@ class SessionModel:
         """Live requests, newest first, then the newest 2000 that ended."""
         return self._book.rows()
 
-    def changed_requests(self, since_rev: int) -> list[RequestView]:
-        """Those whose row changed after revision ``since_rev``, for a table that updates in place."""
-        return self._book.changed(since_rev)
+    def changed_requests(self, since_rev: int) -> list[RequestView] | None:
+        """Those whose row changed after revision ``since_rev``, for a table that updates in place.
+
+        None where rows also went away since, so that the table has to be built anew.
+        """
+        return None if self._book.forgot_rev > since_rev else self._book.changed(since_rev)
 
     @property
     def lost_requests(self) -> int:
@@ -358,7 +363,9 @@ class SessionModel:
             t1_s=self.now_s,
             requests=rows,
             step_stats=self.step_stats(t0_s),
-            markers=tuple(marker for marker in self.markers if marker.t_s >= t0_s and marker.ok),
+            markers=tuple(
+                marker for marker in self.markers if marker.t_s >= t0_s and marker.ok and marker.patch
+            ),
             sessions=1 + sum(start >= t0_s for start in list(self._session_starts)[1:]),
             lost=sum(self.link.lost.values()),
         )

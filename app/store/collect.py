@@ -106,7 +106,8 @@ def _configuration(
         return 0, {}
     revisions = {r for row in rows if row.good for r in (row.rev_first, row.rev_last) if r is not None}
     if len(revisions) > 1:
-        reasons.append(f"the configuration changed while it was measured (revisions {sorted(revisions)})")
+        named = ", ".join(map(str, sorted(revisions)))
+        reasons.append(f"the configuration changed while it was measured (revisions {named})")
     rev = max(revisions, default=session.cfg.rev)
     config = session.config_at(rev)
     if config is None:

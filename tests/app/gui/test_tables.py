@@ -11,6 +11,7 @@ from app.dialogs.compare import CompareDialog, metric_name
 from app.dialogs.save_baseline import SaveBaselineDialog
 from app.main_window import MainWindow
 from app.model.log_table import DEPTH, LogFilter, LogModel
+from app.net.types import LinkState, LinkStatus
 from app.panels.baselines import safe_name
 from ipc.messages import CfgSet, LogLine
 from tests.app import builders as b
@@ -42,6 +43,44 @@ def test_requests_change_in_place_and_new_ones_come_on_top(
     assert not resets
     qtmodeltester.check(model)
     qtmodeltester.check(window.requests.proxy)
+
+
+def test_requests_end_with_their_engine_and_the_next_ones_numbers_are_their_own(
+    window: MainWindow, link: FeedLink
+) -> None:
+    model = window.requests.model
+    live = {"state": "decode", "end_ns": None, "finish": None}
+    link.ready()
+    beat(window, 1)
+    link.push(requests=[b.request_row(i, window.session.now_s, tag=f"old/{i}", **live) for i in (1, 2, 3)])
+    beat(window, 2)
+    link.status = LinkStatus(state=LinkState.DEAD, session="s1", can_restart=True)
+    beat(window, 2)
+    assert [model.index(line, 1).data() for line in range(3)] == ["error"] * 3
+    link.ready()
+    beat(window, 1)
+    link.push(requests=[b.request_row(2, window.session.now_s, tag="new/2", **live)])
+    beat(window, 2)
+    assert [model.index(line, 0).data() for line in range(4)] == [
+        "2  new/2",
+        "3  old/3",
+        "2  old/2",
+        "1  old/1",
+    ]
+    assert [model.index(line, 1).data() for line in range(4)] == ["decode", "error", "error", "error"]
+    assert model.line_of(2) == 0
+
+
+def test_requests_whose_end_was_lost_leave_the_table(window: MainWindow, link: FeedLink) -> None:
+    live = {"state": "decode", "end_ns": None, "finish": None}
+    link.ready()
+    beat(window, 1)
+    link.push(requests=[b.request_row(i, window.session.now_s, **live) for i in (1, 2, 3)])
+    beat(window, 2)
+    link.push(resynced=True, live=frozenset({2}))
+    beat(window, 2)
+    assert window.requests.model.rowCount() == 1
+    assert window.requests.model.view_at(0).rid == 2
 
 
 def test_the_request_table_is_bounded(window: MainWindow, link: FeedLink) -> None:

@@ -193,6 +193,19 @@ def test_an_applied_change_is_a_marker_with_its_words() -> None:
     assert (marker.t_s, marker.rev, marker.took_s, marker.ok) == (101.0, 1, 0.0015, True)
 
 
+def test_an_event_that_changed_nothing_does_not_make_a_window_mixed() -> None:
+    session = session_with(1.0)
+    events = [
+        ApplyEvent(
+            apply_id=4 + i, from_rev=0, to_rev=i, result="ok", t_ns=101_000_000_000, at_step=9, took_us=1,
+            mode="step", patch=patch,
+        )
+        for i, patch in enumerate(({}, {"max_num_seqs": 8}))
+    ]  # fmt: skip
+    session.ingest(batch(102.0, events=events))
+    assert [marker.label for marker in session.live_window(5.0).markers] == ["max_num_seqs = 8"]
+
+
 def test_engine_stamps_are_shifted_to_the_consoles_clock() -> None:
     session = SessionModel()
     link = LinkStatus(state=LinkState.READY, clock_offset_ns=50_000_000_000)
