@@ -18,7 +18,7 @@ import msgspec
 from app.demo_model import data_dir
 from app.store.bundle import render
 from app.store.errors import StoreError
-from app.store.records import BaselineSummary, Comparison, ConfigDiff
+from app.store.records import BaselineSummary, Comparison, ConfigDiff, ExportFormat
 from app.store.store import Store, default_path
 from app.version import app_version
 
@@ -59,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("--json", action="store_true", help="as JSON")
     export = action("export", "write one to a file", _export)
     export.add_argument("id")
-    export.add_argument("--format", choices=("json", "csv", "md"), default="json")
+    export.add_argument(
+        "--format", choices=("json", "csv", "md"), help="default: the ending of FILE, else json"
+    )
     export.add_argument("--out", type=Path, required=True, metavar="FILE")
     import_ = action("import", "take in what was exported as JSON", _import)
     import_.add_argument("file", type=Path)
@@ -204,7 +206,10 @@ def _comparison(found: Comparison) -> str:
 
 
 def _export(store: Store, options: argparse.Namespace) -> None:
-    _print(str(store.export(options.id, options.format, options.out)))
+    ending = options.out.suffix.lower().removeprefix(".")
+    by_ending: dict[str, ExportFormat] = {"csv": "csv", "md": "md"}
+    form = options.format or by_ending.get(ending, "json")
+    _print(str(store.export(options.id, form, options.out)))
 
 
 def _import(store: Store, options: argparse.Namespace) -> None:

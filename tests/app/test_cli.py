@@ -99,6 +99,21 @@ def test_export_import_and_delete(data: Path, tmp_path: Path) -> None:
     assert "No baselines" in run(other, "snapshot", "list").stdout
 
 
+def test_a_file_is_written_in_the_form_of_its_ending(data: Path, tmp_path: Path) -> None:
+    found = ids(data)
+    begins = {"a.csv": "", "a.md": "# one", "a.json": "{", "a.txt": "{"}
+    for name, start in begins.items():
+        out = tmp_path / name
+        done = run(data, "snapshot", "export", found["one"], "--out", str(out))
+        assert done.returncode == 0, done.stderr
+        text = out.read_text(encoding="utf-8")
+        assert text.startswith(start)
+        assert text.startswith("{") == (start == "{")
+    out = tmp_path / "b.csv"
+    run(data, "snapshot", "export", found["one"], "--format", "md", "--out", str(out))
+    assert out.read_text(encoding="utf-8").startswith("# one")
+
+
 def test_what_cannot_be_done_is_said_on_stderr_with_status_1(tmp_path: Path) -> None:
     done = run(tmp_path, "snapshot", "show", "abcdef12")
     assert (done.returncode, done.stdout) == (1, "")
