@@ -87,9 +87,13 @@ def _list_knobs(*, as_json: bool) -> int:
         print(json.dumps(full, indent=1, ensure_ascii=False))
         return ExitCode.OK
     for knob in knobs:
-        values = ", ".join(knob.choices) or knob.type
+        values = ", ".join(
+            choice + (f" ({knob.choice_reasons[choice]})" if choice in knob.choice_reasons else "")
+            for choice in knob.choices
+        )
+        values = values or knob.type
         if knob.minimum is not None and knob.maximum is not None:
-            values += f" {knob.minimum:g} to {knob.maximum:g} {knob.unit}".rstrip()
+            values += f" {knob.minimum:.10g} to {knob.maximum:.10g} {knob.unit}".rstrip()
         note = "" if knob.available else f"  (not available: {knob.reason})"
         print(f"{knob.id:24} {knob.apply:10} default {knob.default!s:12} {values}{note}")
     return ExitCode.OK

@@ -244,6 +244,13 @@ def test_a_bad_start_names_its_value_and_ends_at_once(
     assert names in capsys.readouterr().err
 
 
+def test_the_list_of_knobs_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list-knobs"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["max_num_batched_tokens"].endswith("int 1 to 1048576 tokens")
+    assert "paged (not built yet)" in lines["attention"]
+
+
 def test_knobs_are_listed_without_torch() -> None:
     code = (
         "import sys; from engine.__main__ import main; code = main(['--list-knobs', '--json']);"
