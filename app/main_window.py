@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from PySide6.QtCore import QByteArray, QEvent, Qt, QTimer, Slot
-from PySide6.QtGui import QAction, QCloseEvent, QGuiApplication, QResizeEvent
+from PySide6.QtCore import QByteArray, QCoreApplication, QEvent, Qt, QTimer, Slot
+from PySide6.QtGui import QAction, QCloseEvent, QGuiApplication, QPixmap, QResizeEvent
 from PySide6.QtWidgets import (
     QMainWindow,
     QMenu,
@@ -130,10 +130,17 @@ class MainWindow(WindowActions):
         dock = next(dock for dock in self.docks.values() if name in dock.ids)
         dock.show_panel(name)
 
+    def picture(self) -> QPixmap:
+        """What the window shows, laid out for its present texts."""
+        # A text that grew asks for room by a posted event, and so does each layout around it.
+        for _ in range(8):
+            QCoreApplication.sendPostedEvents(None, QEvent.Type.LayoutRequest)
+        return self.grab()
+
     def grab_to(self, path: Path) -> None:
         """Write a picture of the window as PNG. Raises OSError where that fails."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.grab().save(str(path), "PNG"):
+        if not self.picture().save(str(path), "PNG"):
             raise OSError(f"could not write a picture to {path}")
 
     # --- building -----------------------------------------------------------------------------------
@@ -237,6 +244,7 @@ class MainWindow(WindowActions):
         console.noticed.connect(self.on_notice)
         self.load_bar.started.connect(self.on_start_load)
         self.load_bar.stopped.connect(lambda: console.stop_load())
+        self.load_bar.cancelled.connect(self.cancel_load)
         self.banner.restart_asked.connect(self.restart_engine)
         self.banner.log_asked.connect(lambda: self.show_panel("log"))
         self.requests.load_asked.connect(self.toggle_load)

@@ -340,7 +340,7 @@ class Smoke:
             self.app.window.resize(size)
             self._live(0.7)  # figures are written twice a second
             path = self.out / f"{name}.png"
-            image = self.app.window.grab().toImage()
+            image = self.app.window.picture().toImage()
             _check_image(name, image, self.app.window, size)
             if not image.save(str(path)):
                 raise SmokeError(f"{path} could not be written")

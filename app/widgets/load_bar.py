@@ -29,15 +29,16 @@ DURATIONS_S = (30, 60, 120, 300, 600, 3600)
 
 
 class LoadBar(QFrame):
-    """Emits `started` with a `WorkloadSpec` and `stopped`; told how it goes by `show_progress`."""
+    """Emits `started` with a `WorkloadSpec`, `stopped`, `cancelled`; `show_progress` tells it how it goes."""
 
     started = Signal(object)
     stopped = Signal()
+    cancelled = Signal()
 
     def __init__(self) -> None:
         super().__init__()
         self.setProperty("role", "card")
-        self._running = False
+        self._running = self._draining = False
         self.mix = _combo({key: tr_later(name) for key, (name, _) in MIXES.items()}, tr("Prompt mix"))
         set_tip(self.mix, tr("Which prompts are sent: seeded texts that come with Decodeck."))
         self.arrival = _combo({key: tr_later(name) for key, name in ARRIVALS.items()}, tr("Arrival"))
@@ -121,22 +122,28 @@ class LoadBar(QFrame):
 
     @Slot()
     def toggle(self) -> None:
-        """Start a load, or stop the one that runs."""
-        if self._running:
+        """Start a load, stop the one that runs, or cancel what one that was stopped still waits for."""
+        if self._draining:
+            self.cancelled.emit()
+        elif self._running:
             self.stopped.emit()
         else:
             self.started.emit(self.spec())
 
     def show_progress(self, progress: LoadProgress, running: bool, ready: bool) -> None:
         """Show where the load stands. ``ready``: the engine can take requests."""
-        if running != self._running:
-            self._running = running
-            self.button.setText(tr("Stop load") if running else tr("Start load"))
+        draining = running and progress.phase == "draining"
+        if (running, draining) != (self._running, self._draining):
+            self._running, self._draining = running, draining
+            going = tr("Cancel rest") if draining else tr("Stop load")
+            self.button.setText(going if running else tr("Start load"))
             set_role(self.button, "primary" if running else "filled")
             for field in (self.mix, self.arrival, self.rate, self.concurrency, self.duration):
                 field.setEnabled(not running)
         self.button.setEnabled(running or ready)
         tip = "" if ready or running else tr("The engine is not ready yet.")
+        if draining:
+            tip = tr("Nothing more is sent. This ends the requests that still run.")
         self.button.setToolTip(tip)
         self.progress.set_full_text(describe(progress, ready))
         fine = progress.valid and progress.phase != "failed" and not progress.failed

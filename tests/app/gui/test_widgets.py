@@ -175,6 +175,23 @@ def test_the_load_bar_makes_a_valid_load_of_every_choice(qtbot: QtBot, mix: str,
     assert bar.values()["rate"] == 3.5
 
 
+def test_a_load_that_drains_can_be_cancelled(qtbot: QtBot) -> None:
+    bar = LoadBar()
+    qtbot.addWidget(bar)
+    asked: list[str] = []
+    bar.stopped.connect(lambda: asked.append("stop"))
+    bar.cancelled.connect(lambda: asked.append("cancel"))
+    bar.show_progress(LoadProgress("running", sent=9, in_flight=9), True, True)
+    bar.button.click()
+    bar.show_progress(LoadProgress("draining", sent=9, in_flight=9), True, True)
+    assert bar.button.text() == "Cancel rest"
+    bar.button.click()
+    assert asked == ["stop", "cancel"]
+    bar.show_progress(LoadProgress("done", sent=9), False, True)
+    assert bar.button.text() == "Start load"
+    assert not bar.button.toolTip()
+
+
 def test_the_load_bar_says_how_it_goes_and_what_is_wrong(qtbot: QtBot) -> None:
     bar = LoadBar()
     qtbot.addWidget(bar)

@@ -359,3 +359,15 @@ def test_pictures_of_every_variant_are_whole(
         assert header.legend.width() >= header.legend.sizeHint().width(), name
     window.keep_console = True
     discard(window)
+
+
+def test_a_picture_shows_texts_whole_that_grew_just_now(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window, 2)
+    legend, pill = window.ttft.header.legend, window.status_line.pill
+    legend.set_values({key: "123,456,789 ms" for key in ("p50", "p95", "p99")})
+    pill.set_state("busy", "A state with a rather long name")
+    assert legend.width() < legend.sizeHint().width()
+    window.picture()
+    for widget in (legend, pill):
+        assert widget.width() >= widget.sizeHint().width()
