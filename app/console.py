@@ -17,8 +17,8 @@ from app.errors import ErrorHub
 from app.i18n import knob_title, tr, tr_engine
 from app.jobs import Jobs
 from app.knob_text import value_text
-from app.lab.load_run import LoadProgress, LoadRun
-from app.lab.workload import WorkloadSpec
+from app.lab.load_run import LoadError, LoadProgress, LoadRun
+from app.lab.workload import WorkloadError, WorkloadSpec
 from app.model.chat import ChatModel
 from app.model.knobs import KnobModel, KnobStatus
 from app.model.session import SessionModel
@@ -170,7 +170,7 @@ class Console(QObject):
         """Start a load against the present engine; a notice says why where that fails."""
         try:
             self.load_run.start(spec, self.session.link.endpoint)
-        except (RuntimeError, ValueError, OSError) as error:
+        except (LoadError, WorkloadError) as error:
             self.noticed.emit(Notice("error", str(error)))
             return
         self._load_was_running = True
@@ -187,16 +187,29 @@ class Console(QObject):
         self, title: str, work: Callable[[Store], Any], on_done: Callable[[Any], None] | None = None
     ) -> None:
         """Run ``work(store)`` on the jobs' thread and tell ``on_done`` later; errors become a notice."""
+        told: list[str] = []  # what happened when the store was opened; written before the job ends
 
         def job() -> Any:
+            if self.store is not None and self.store.is_gone():
+                told.append(f"The database {self._store_path} was deleted or replaced; it was opened anew.")
+                self.store.close()
+                self.store = None
             if self.store is None:
                 self.store = Store(self._store_path)
+                told.extend(self.store.notices)
             return work(self.store)
 
-        def failed(error: Exception) -> None:
-            self.noticed.emit(Notice("error", str(error)))
+        def done(result: Any) -> None:
+            for text in told:
+                self.noticed.emit(Notice("warning", text))
+            if on_done is not None:
+                on_done(result)
 
-        self.jobs.submit(title, job, on_done or (lambda _result: None), failed)
+        def failed(error: Exception) -> None:
+            for text in (*told, str(error)):
+                self.noticed.emit(Notice("error", text))
+
+        self.jobs.submit(title, job, done, failed)
 
     def reload_baselines(self) -> None:
         """Read the list of baselines again."""

@@ -6,6 +6,7 @@ is not restored. Values of a wrong type or range read as the default.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -24,7 +25,10 @@ class Settings:
     """A typed view of one INI file. All methods belong to the GUI thread."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        # Without its folder nothing is remembered, and the window opens all the same: the store, which lies
+        # in that folder too, says what is wrong with it.
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._ini = QSettings(str(path), QSettings.Format.IniFormat)
 

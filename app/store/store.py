@@ -64,7 +64,12 @@ class Store:
         except OSError as error:
             raise StoreError(f"The data folder {path.parent} cannot be made: {error}.") from error
         self._connection = self._open_or_begin_anew()
+        self._file = _identity(path)
         self.db = Database(self._connection)
+
+    def is_gone(self) -> bool:
+        """Whether the file was deleted or replaced since: what is written now, nobody would find again."""
+        return _identity(self.path) != self._file
 
     def _open_or_begin_anew(self) -> sqlite3.Connection:
         try:
@@ -314,6 +319,15 @@ class Store:
                 "nothing was imported."
             )
         return True
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from another one of the same name; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _summary(row: dict[str, object]) -> BaselineSummary:
