@@ -365,7 +365,7 @@ def test_a_picture_shows_texts_whole_that_grew_just_now(window: MainWindow, link
     link.ready()
     beat(window, 2)
     legend, pill = window.ttft.header.legend, window.status_line.pill
-    legend.set_values({key: "123,456,789 ms" for key in ("p50", "p95", "p99")})
+    legend.set_values(dict.fromkeys(("p50", "p95", "p99"), "123,456,789 ms"))
     pill.set_state("busy", "A state with a rather long name")
     assert legend.width() < legend.sizeHint().width()
     window.picture()
