@@ -35,6 +35,7 @@ class LoadProgress:
     sent: int = 0
     done: int = 0
     failed: int = 0
+    last_error: str = ""  # of the request that failed last
     in_flight: int = 0
     target_rps: float | None = None
     achieved_rps: float | None = None
@@ -145,6 +146,7 @@ class LoadRun:
             sent=report.sent,
             done=report.done,
             failed=report.failed,
+            last_error=next((row.error for row in reversed(report.rows) if row.error), old.last_error),
             in_flight=report.in_flight,
             target_rps=old.target_rps,
             achieved_rps=report.achieved_rps,

@@ -167,6 +167,8 @@ def describe(progress: LoadProgress, ready: bool) -> str:
         parts.append(tr("{n} failed").format(n=progress.failed))
     if progress.achieved_rps is not None:
         parts.append(str(rate(progress.achieved_rps, "req/s")))
+    if progress.last_error:
+        parts.append(tr("last failure: {why}").format(why=progress.last_error))
     if not progress.valid:
         parts.append(tr("not valid: {why}").format(why="; ".join(progress.invalid_reasons)))
     return " · ".join(parts)

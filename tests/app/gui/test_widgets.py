@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from PySide6.QtCore import QPoint, Qt
@@ -208,6 +210,8 @@ def test_the_load_bar_says_how_it_goes_and_what_is_wrong(qtbot: QtBot) -> None:
         bar.progress.full_text
         == "running 1:02 · 64 sent · 60 done · 3 in flight · 1 failed · 1.03\u00a0req/s"
     )
+    bar.show_progress(replace(running, last_error="too_long: 600 tokens"), True, True)
+    assert bar.progress.full_text.endswith("last failure: too_long: 600 tokens")
     bar.show_progress(LoadProgress("done", valid=False, invalid_reasons=("it lagged",)), False, True)
     assert "it lagged" in bar.progress.full_text
     assert bar.progress.property("role") == "warning"

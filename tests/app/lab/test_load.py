@@ -201,6 +201,7 @@ def test_refused_requests_are_their_own_class_and_no_latency(live: Console, load
     until_ended(load, live)
     stats = load.stats()
     assert stats.errors == {"refused": 10}
+    assert load.poll().last_error == load.rows()[-1].error != ""
     assert stats.metrics["ttft_s"].n == 0
     assert stats.error_share == 1.0
     assert "too_long" in load.rows()[0].error
