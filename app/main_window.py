@@ -276,6 +276,8 @@ class MainWindow(WindowActions):
                 message.level, message.title, message.text, share=message.share, busy=message.busy,
                 can_restart=message.can_restart, log=message.log,
             )  # fmt: skip
+        if self.session.device is not None:
+            self.load_bar.suit(self.session.device.kind)
         self.load_bar.show_progress(
             self.console.load_progress, self.load_run.running, self.console.engine_ready
         )

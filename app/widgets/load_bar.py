@@ -39,6 +39,7 @@ class LoadBar(QFrame):
         super().__init__()
         self.setProperty("role", "card")
         self._running = self._draining = False
+        self._chosen = False
         self.mix = _combo({key: tr_later(name) for key, (name, _) in MIXES.items()}, tr("Prompt mix"))
         set_tip(self.mix, tr("Which prompts are sent: seeded texts that come with Decodeck."))
         self.arrival = _combo({key: tr_later(name) for key, name in ARRIVALS.items()}, tr("Arrival"))
@@ -109,6 +110,7 @@ class LoadBar(QFrame):
 
     def set_values(self, values: Mapping[str, object]) -> None:
         """Take remembered values; what does not fit is left as it is."""
+        self._chosen = self._chosen or bool(values)
         for combo, key in ((self.mix, "mix"), (self.arrival, "arrival"), (self.duration, "duration")):
             index = combo.findData(values.get(key))
             if index >= 0:
@@ -119,6 +121,16 @@ class LoadBar(QFrame):
                 self.rate.setValue(float(rate_value))
             if isinstance(concurrency, int):
                 self.concurrency.setValue(concurrency)
+
+    def suit(self, device_kind: str) -> None:
+        """Begin on a CPU with a few requests in flight, where nothing was chosen before.
+
+        How many requests a second a CPU keeps up with varies so much that a fixed rate soon fills its queue.
+        """
+        if not self._chosen:
+            self._chosen = True
+            if device_kind == "cpu":
+                self.set_values({"arrival": "concurrency", "concurrency": 4})
 
     @Slot()
     def toggle(self) -> None:

@@ -177,6 +177,22 @@ def test_the_load_bar_makes_a_valid_load_of_every_choice(qtbot: QtBot, mix: str,
     assert bar.values()["rate"] == 3.5
 
 
+def test_a_first_load_suits_the_device_and_a_chosen_one_stays(qtbot: QtBot) -> None:
+    made = {}
+    for kind, remembered in (("cpu", {}), ("cuda", {}), ("cpu", {"arrival": "poisson", "rate": 3.0})):
+        bar = LoadBar()
+        qtbot.addWidget(bar)
+        bar.set_values(remembered)
+        bar.suit(kind)
+        made[kind, bool(remembered)] = bar.spec()
+    assert (made["cpu", False].arrival, made["cpu", False].concurrency) == ("concurrency", 4)
+    assert made["cuda", False].arrival == "poisson"
+    assert (made["cpu", True].arrival, made["cpu", True].rate_rps) == ("poisson", 3.0)
+    bar.set_values({"arrival": "constant"})
+    bar.suit("cpu")
+    assert bar.spec().arrival == "constant"
+
+
 def test_a_load_that_drains_can_be_cancelled(qtbot: QtBot) -> None:
     bar = LoadBar()
     qtbot.addWidget(bar)
