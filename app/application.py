@@ -96,6 +96,8 @@ class Application(QObject):
         old.close()
         self.window = self._make_window()
         self.window.setGeometry(old.geometry())
+        for name, dock in old.docks.items():
+            self.window.docks[name].show_index(dock.stack.currentIndex())
         self.window.show()
         old.deleteLater()
 

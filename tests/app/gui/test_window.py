@@ -12,7 +12,7 @@ from PySide6.QtGui import QImage
 from PySide6.QtWidgets import QAbstractButton, QAbstractSpinBox, QApplication, QComboBox, QLineEdit, QWidget
 from pytestqt.qtbot import QtBot
 
-from app import i18n
+from app import application, i18n
 from app.actions import ACTIONS, CONDITIONS, MENUS
 from app.console import Console
 from app.main_window import PANELS, MainWindow
@@ -371,3 +371,21 @@ def test_a_picture_shows_texts_whole_that_grew_just_now(window: MainWindow, link
     window.picture()
     for widget in (legend, pill):
         assert widget.width() >= widget.sizeHint().width()
+
+
+def test_another_language_leaves_the_panels_in_front_there(
+    qapp: QApplication, console: Console, link: FeedLink, qtbot: QtBot
+) -> None:
+    made = application.Application(qapp, console, application.parser().parse_args([]))
+    made.window.show()
+    link.ready()
+    beat(made.window, 2)
+    for name in ("playground", "baselines"):
+        made.window.show_panel(name)
+    first = made.window
+    first.set_language("zh_CN")
+    qtbot.waitUntil(lambda: made.window is not first)
+    front = {dock.current for dock in made.window.docks.values()}
+    made.window.keep_console = True
+    made.window.close()
+    assert {"playground", "baselines"} <= front
