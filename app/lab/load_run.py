@@ -61,10 +61,13 @@ class LoadRun:
     def start(self, spec: WorkloadSpec, ctl: str) -> None:
         """Start the generator against the engine at ``ctl``.
 
-        Raises LoadError if one is running, WorkloadError if the specification describes no load.
+        Raises LoadError if one is running or ``ctl`` is empty, and WorkloadError if the specification
+        describes no load.
         """
         if self.running:
             raise LoadError("A load is running; stop it before starting another.")
+        if not ctl:
+            raise LoadError("There is no engine to send a load to; start one first.")
         spec.check()
         self.close()
         self.session, self._rows, self._spec = "", [], spec

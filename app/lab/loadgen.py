@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from typing import BinaryIO
 
 import msgspec
@@ -138,6 +139,12 @@ def main() -> int:
         return 0 if run(order, control, stdout) else 1
     except BrokenPipeError:
         return 3  # nobody reads any more
+    except Exception as error:
+        # Left to Python, its exit would abort over the reader of stdin, and hide this one's words.
+        traceback.print_exc()
+        message = f"The load generator failed: {type(error).__name__}: {error}"
+        _emit(stdout, Report(phase="failed", message=message))
+        return 4
 
 
 if __name__ == "__main__":

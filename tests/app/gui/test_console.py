@@ -81,8 +81,14 @@ def test_a_data_folder_that_cannot_be_made_does_not_stop_the_start(
     console.close()
 
 
-def test_a_second_load_is_refused_in_words(console: Console) -> None:
+def test_a_load_without_an_engine_or_beside_another_is_refused_in_words(
+    console: Console, link: FeedLink
+) -> None:
     told = heard(console)
+    console.start_load(WorkloadSpec())
+    assert "no engine" in told.pop().text
+    link.ready()
+    console.tick()
     console.start_load(WorkloadSpec())
     console.start_load(WorkloadSpec())
     assert [notice.text for notice in told] == ["A load is running; stop it before starting another."]

@@ -342,3 +342,16 @@ def test_orders_and_controls_are_read_strictly() -> None:
         msgspec.json.decode(b'{"stop": "maybe"}', type=Control)
     with pytest.raises(WorkloadError):
         LoadRun().start(WorkloadSpec(output_tok=(9, 1)), "ipc:///x")
+
+
+def test_an_address_that_is_none_fails_in_words(load: LoadRun) -> None:
+    """Whatever goes wrong in the generator is told by it, not by an abort of its interpreter."""
+    with pytest.raises(LoadError, match="no engine"):
+        load.start(SHORT, "")
+    load.start(SHORT, "nowhere")
+    end_s = time.monotonic() + 90
+    while load.poll().phase != "failed":
+        assert time.monotonic() < end_s, load.poll()
+        time.sleep(0.02)
+    assert "nowhere" in load.poll().message
+    assert "exit code" not in load.poll().message
