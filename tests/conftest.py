@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may fetch a model by name
+
+# Sockets of their own: engines that run on the machine besides must neither be swept away nor be found.
+_RUNTIME = tempfile.TemporaryDirectory(prefix="decodeck-test-")
+os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name
 
 
 @pytest.fixture(scope="session")

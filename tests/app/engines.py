@@ -17,6 +17,8 @@ from app.net.io_thread import EngineLink
 from app.net.types import Batch, LaunchSpec, LinkState, StreamEvent, StreamLost
 from ipc.messages import Done, Error, Reply, Sampling, Submit
 
+ROOT = Path(__file__).resolve().parents[2]  # where a process started by a test finds `app` and `tests`
+
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -16,7 +16,7 @@ from app.lab.load_run import LoadRun
 from app.lab.workload import WorkloadSpec
 from app.net.types import LinkState, StreamLost
 from ipc.messages import Error, Ping, Reply, Submit
-from tests.app.engines import Console, ended, spec
+from tests.app.engines import ROOT, Console, ended, spec
 
 
 @pytest.fixture
@@ -148,7 +148,10 @@ time.sleep(300)
 
 def test_a_console_killed_with_kill_9_leaves_no_engine(tiny_model: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", _SCRIPT, str(tiny_model)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _SCRIPT, str(tiny_model)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     pid = int(process.stdout.readline())

@@ -21,6 +21,7 @@ from app.store import bundle
 from app.store.records import Baseline
 from app.store.store import Store, StoreError
 from tests.app.builders import baseline, load_row, request_row
+from tests.app.engines import ROOT
 
 _ID = "0123456789abcdef0123456789abcdef"
 
@@ -170,7 +171,12 @@ def test_exports_are_the_same_bytes_under_every_locale(tmp_path: Path) -> None:
         folder.mkdir()
         done = subprocess.run(
             [sys.executable, "-c", _EXPORTER, name, str(folder)],
-            env={**os.environ, "LC_ALL": name, "LOCPATH": str(tmp_path / "locales")},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "LC_ALL": name,
+                "LOCPATH": str(tmp_path / "locales"),
+            },
             capture_output=True,
             text=True,
             check=True,
