@@ -147,7 +147,12 @@ def test_a_run_is_kept_with_the_configuration_it_ran_under_not_the_present_one(
     """C06: what happens after a run, other steps and another configuration, is not in its baseline."""
     load.start(SHORT, live.session.link.endpoint)
     until_ended(load, live)
-    live.until(lambda: not live.session.kpis().running.value, "an idle engine")
+
+    def all_steps_came() -> bool:
+        beat = live.session.heartbeat
+        return beat is not None and beat.busy == "idle" and beat.step == live.session._last_step
+
+    live.until(all_steps_came, "an idle engine whose steps are all here")
     before = from_load(live.session, load, "at once")
     live.knobs.set({"prefix_cache": False})
     live.until(lambda: not live.knobs.pending, "the change")
