@@ -25,6 +25,7 @@ PROBE_BUSY_S = 1.0
 PROBE_IDLE_S = 5.0
 MAX_QUEUED_TOKENS = 1 << 20
 MAX_QUEUED_MESSAGES = 20_000
+MAX_QUEUED_BYTES = 64 << 20  # of whole replies: a snapshot can have a megabyte, and be asked for many times
 
 
 class TokenBucket:
@@ -104,6 +105,7 @@ class Peer:
         self._replies: OrderedDict[int, bytes] = OrderedDict()
         self._queue: OrderedDict[tuple[str, int], bytes | _Waiting] = OrderedDict()
         self._queued_tokens = 0
+        self._queued_bytes = 0  # of the entries that are encoded already
         self._serial = 0
 
     # --- answers kept, so that a command sent twice is carried out once ---------------------------
@@ -159,6 +161,8 @@ class Peer:
             del self._queue[key]
             if isinstance(entry, _Waiting):
                 self._queued_tokens -= len(entry.ids)
+            else:
+                self._queued_bytes -= len(entry)
 
     def probe(self, socket: zmq.Socket[bytes], mono_ns: int, now_s: float) -> None:
         """Find out whether the client is still connected."""
@@ -196,9 +200,14 @@ class Peer:
                 )
         else:
             self._serial += 1
-            self._queue["other", self._serial] = body if body is not None else codec.encode(message)
-        if self._queued_tokens > MAX_QUEUED_TOKENS or len(self._queue) > MAX_QUEUED_MESSAGES:
+            entry = self._queue["other", self._serial] = body if body is not None else codec.encode(message)
+            self._queued_bytes += len(entry)
+        if self._queued_tokens > MAX_QUEUED_TOKENS or self._asks_without_reading:
             self._mute()
+
+    @property
+    def _asks_without_reading(self) -> bool:
+        return len(self._queue) > MAX_QUEUED_MESSAGES or self._queued_bytes > MAX_QUEUED_BYTES
 
     def _mute(self) -> None:
         """Throw away the tokens of live requests, those that wait and those to come."""
@@ -208,12 +217,12 @@ class Peer:
             waiting = self._queue.pop(("tokens", rid), None)
             if isinstance(waiting, _Waiting):
                 self._queued_tokens -= len(waiting.ids)
-        if len(self._queue) > MAX_QUEUED_MESSAGES:  # it goes on asking without reading a single answer
+        if self._asks_without_reading:  # not even its answers can be kept for it
             self._drop()
 
     def _drop(self) -> None:
         self._queue.clear()
-        self._queued_tokens = 0
+        self._queued_tokens = self._queued_bytes = 0
 
 
 class PeerTable(dict[bytes, Peer]):

@@ -99,6 +99,30 @@ def test_a_client_that_lets_too_much_wait_loses_tokens_but_no_end(
     assert isinstance(codec.decode_reply(dealer.recv_multipart()), m.Tokens), "a later request is served"
 
 
+def test_answers_that_nobody_reads_are_bounded_by_their_size(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B09: a client that asks for snapshots and reads none must not fill the engine's memory."""
+    monkeypatch.setattr("engine.peers.MAX_QUEUED_BYTES", 100_000)
+    router, dealer = pair
+    peer = Peer(b"me", "deaf", 0.0)
+    large = m.LogLines(
+        id=3, lines=[m.LogLine(n=1, level="info", unix_ms=1, source="x", message="x" * 4000)] * 3
+    )
+    most = 0
+    for _ in range(200):
+        peer.send(router, large, 1.0)
+        most = max(most, sum(len(entry) for entry in peer._queue.values() if isinstance(entry, bytes)))
+    assert 80_000 < most <= 100_000
+    for _ in range(1000):
+        if dealer.poll(10):
+            dealer.recv_multipart()
+        peer.flush(router, 2.0)
+        if not peer.blocked:
+            break
+    assert peer._queued_bytes == 0, "what was read does not count any more"
+
+
 def test_a_client_that_left_is_noticed_when_something_is_sent(pair: Pair) -> None:
     router, _ = pair
     peer = Peer(b"nobody", "gone", 0.0)
