@@ -56,7 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the engine; returns only if it never began to serve."""
     options = parser().parse_args(arguments)
     if options.list_knobs:
-        return _list_knobs(as_json=options.json)
+        try:
+            return _list_knobs(as_json=options.json)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads any more
+            return ExitCode.OK
     try:
         config = engine_config(options)
         ctl, tel = _addresses(options)
