@@ -272,7 +272,8 @@ class Console(QObject):
             asked: dict[str, KnobValue] = self.knobs.restore(baseline.data.config)
             text = tr("Nothing to restore: the engine already runs with this configuration.")
             if asked:
-                text = tr("Restoring “{name}”; settings that change: {n}.").format(n=len(asked), name=baseline.data.name)
+                text = tr("Restoring “{name}”; settings that change: {n}.")
+                text = text.format(n=len(asked), name=baseline.data.name)
             self.noticed.emit(Notice("info", text))
 
         self.with_store(tr("Reading a baseline"), lambda store: store.get(baseline_id), ask)
