@@ -1,6 +1,8 @@
 """`Timeline`: the session's course for the charts, one row of values each half second.
 
-Steps are summed into the bin of their start, wherever late rows fall; a bin is drawn once it is over.
+A step's work is spread evenly over the bins it ran in, so that one longer than a bin is no spike with holes
+beside it; what happens once (look-ups, preemptions) counts in the bin of its start. Late rows still land in
+their bins. A bin is drawn once it is over.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ TIMELINE_COLUMNS = (
 
 BIN_S = 0.5
 _SETTLE_S = 0.25  # a bin is drawn this long after its end, when the engine's rows of it have arrived
-_SUMMED = (
+_SPREAD = (
     "step_s", "plan_s", "prepare_s", "forward_s", "sample_s", "detokenize_s", "publish_s", "prefill_tok",
-    "decode_tok", "preempted", "query_tok", "hit_tok", "weight_bytes", "kv_bytes", "flops",
+    "decode_tok", "weight_bytes", "kv_bytes", "flops",
 )  # fmt: skip
+_AT_START = ("preempted", "query_tok", "hit_tok")
 _LATEST = ("running", "waiting", "used_blk", "cached_blk", "free_blk", "used_tok", "cfg_rev")
 _AT = {name: i for i, name in enumerate(STEP_COLUMNS)}
 _SILENT = (LinkState.DEAD, LinkState.UNRESPONSIVE, LinkState.OFFLINE)
@@ -86,19 +89,26 @@ class Timeline:
     def __init__(self, history_s: float) -> None:
         self.latency_window_s = 10.0  # over which percentiles are taken
         self.line = BinTable(TIMELINE_COLUMNS, BIN_S, max(2, int(history_s / BIN_S)))
-        self._sums = BinTable(("n", *_SUMMED, *_LATEST), BIN_S, self.line.capacity)
+        self._sums = BinTable(("n", *_SPREAD, *_AT_START, *_LATEST), BIN_S, self.line.capacity)
         self._dirty: set[int] = set()
 
     def add_step(self, t_s: float, values: tuple[float, ...]) -> None:
-        """Sum one step's values (`STEP_COLUMNS`) into the bin of its start."""
-        self._sums.advance(t_s)
-        number = self._sums.bin_of(t_s)
-        self._sums.add(number, "n", 1.0)
-        for name in _SUMMED:
-            self._sums.add(number, name, values[_AT[name]])
-        for name in _LATEST:
-            self._sums.put(number, name, values[_AT[name]])
-        self._dirty.add(number)
+        """Add one step's values (`STEP_COLUMNS`) to the bins from its start to its end."""
+        sums, took_s = self._sums, values[_AT["step_s"]]
+        sums.advance(t_s + took_s)
+        first, last = sums.bin_of(t_s), sums.bin_of(t_s + took_s)
+        first_held = max(first, last - sums.capacity)
+        for number in range(first_held, last + 1):
+            inside_s = min(t_s + took_s, (number + 1) * BIN_S) - max(t_s, number * BIN_S)
+            part = inside_s / took_s if last > first else 1.0
+            sums.add(number, "n", part)
+            for name in _SPREAD:
+                sums.add(number, name, part * values[_AT[name]])
+            for name in _AT_START:
+                sums.add(number, name, values[_AT[name]] if number == first else 0.0)
+            for name in _LATEST:
+                sums.put(number, name, values[_AT[name]])
+            self._dirty.add(number)
 
     def draw(self, now: Now) -> None:
         """Write the bins that are over, and again those that rows arrived late for."""

@@ -218,6 +218,21 @@ def test_engine_stamps_are_shifted_to_the_consoles_clock() -> None:
     assert session.request_rows()[0].arrive_s == pytest.approx(100.5)
 
 
+def test_a_step_longer_than_a_bin_is_spread_over_its_bins() -> None:
+    session = SessionModel()
+    session.ingest(batch(100.0, new_session=True, state=state()))
+    long = step_row(1, 100.25, dur_us=1_000_000, prefill_tok=400, query_tok=400)
+    session.ingest(batch(101.4, steps=[long]))
+    session.ingest(batch(103.0))
+    line = session.timeline
+    at = np.isin(line.times(), (100.25, 100.75, 101.25))
+    assert line.column("prefill_tok_s")[at].tolist() == pytest.approx([200.0, 400.0, 200.0])
+    assert line.column("busy_share")[at].tolist() == pytest.approx([0.5, 1.0, 0.5])
+    assert line.column("steps")[at].sum() == pytest.approx(1.0)
+    assert line.column("hit_rate")[at][0] == pytest.approx(0.0)
+    assert np.isnan(line.column("hit_rate")[at][1:]).all()
+
+
 def test_a_jump_of_the_wall_clock_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """C13: with time.time an hour back in mid-run, times still rise and no latency changes."""
     session = session_with(2.0)
