@@ -41,7 +41,7 @@ class Entrance:
             job = self._jobs.get()
             try:
                 refusal = self._enter(job)
-            except Exception:
+            except BaseException:  # a panic of the tokenizers library is no Exception, and must not end us
                 fault = secrets.token_hex(4)
                 log.exception("a request could not be taken in (error %s)", fault)
                 message = f"the engine met an error; its log says more under {fault}"

@@ -135,3 +135,25 @@ def test_a_client_that_read_nothing_for_too_long_hears_of_each_end(
             ends += [reply for reply in client.poll(1.0) if isinstance(reply, m.Done)]
         assert {(done.finish, done.message) for done in ends} == {("cancelled", "its client reads nothing")}
         assert client.submit("again", sampling=m.Sampling(max_tokens=3, ignore_eos=True)).result()[0]
+
+
+def test_a_panic_of_the_tokenizer_fails_one_request_and_not_those_that_follow(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A panic in Rust arrives as an exception that is no `Exception`; the text thread outlives it."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic(*_: Any, **__: Any) -> list[int]:
+        raise Panic("index out of bounds")
+
+    with Client(server.ctl_url) as client:
+        client.hello()
+        client.wait_ready()
+        with monkeypatch.context() as patched:
+            patched.setattr(server.tokenizer, "encode", panic)
+            with pytest.raises(EngineError) as refused:
+                client.submit("x")
+        assert refused.value.code == "internal"
+        assert client.submit("x", sampling=m.Sampling(max_tokens=2, ignore_eos=True)).result()[0]
