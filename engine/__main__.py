@@ -121,8 +121,12 @@ def _addresses(options: argparse.Namespace) -> tuple[Address, Address]:
 def _set_environment(config: EngineConfig) -> None:
     """What libraries read when they are imported. A value that the user has set stays."""
     threads = str(config.threads or _cpus())
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # Compute threads that wait spin for some tens of microseconds, then sleep: sleeping at once makes
+        # small operations wait for the system, spinning on takes the core that the console needs.
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     for name, value in {
-        "OMP_WAIT_POLICY": "passive",  # idle compute threads sleep instead of taking the console's core
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",

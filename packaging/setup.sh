@@ -12,8 +12,6 @@ readonly ROOT VENV PYTHON
 
 # A program started in a folder that holds an "app" or "engine" of its own must not import those.
 export PYTHONSAFEPATH=1
-# Threads that spin while they wait starve the other process on a small machine.
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 
 say() { printf 'decodeck: %s\n' "$*" >&2; }
 fail() {

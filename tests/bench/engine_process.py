@@ -127,5 +127,6 @@ class Collector:
 
 
 def environment() -> dict[str, str]:
-    """The environment for a peer: threads that wait do not spin (see the module's README)."""
-    return {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    """The environment for a peer: how its threads wait is its own default (see this folder's README)."""
+    own = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    return {name: value for name, value in os.environ.items() if name not in own}
