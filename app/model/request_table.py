@@ -74,7 +74,7 @@ COLUMNS: tuple[Column, ...] = (
         N_("Cached"),
         N_("Prompt tokens found in the prefix cache at first admission."),
         lambda v: str(count(v.row.cached_tok)),
-        width=64,
+        width=72,
     ),
     Column(N_("Output"), N_("Tokens generated so far."), lambda v: str(count(v.row.output_tok)), width=64),
     Column(
