@@ -125,11 +125,6 @@ class MainWindow(WindowActions):
             raise KeyError(f"no action {name!r}; there are {', '.join(sorted(self.actions_by_id.by_id))}")
         return self.actions_by_id.by_id[name]
 
-    def show_panel(self, name: str) -> None:
-        """Show a panel (a key of `PANELS`) and bring it to the front."""
-        dock = next(dock for dock in self.docks.values() if name in dock.ids)
-        dock.show_panel(name)
-
     def picture(self) -> QPixmap:
         """What the window shows, laid out for its present texts."""
         # A text that grew asks for room by a posted event, and so does each layout around it.
@@ -186,7 +181,7 @@ class MainWindow(WindowActions):
             "log": self.log,
         }  # fmt: skip
         self.panels = panels
-        self.docks: dict[str, PanelDock] = {}
+        self.docks = {}
         for name, area, ids in DOCKS:
             dock = PanelDock(name, {i: (tr_later(PANELS[i]), panels[i]) for i in ids}, self)
             self.addDockWidget(area, dock)

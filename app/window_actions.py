@@ -20,6 +20,7 @@ from app.panels.charts import LatencyChart
 from app.panels.requests import RequestsPanel
 from app.panels.view import ChartView
 from app.widgets.command_palette import CommandPalette
+from app.widgets.dock import PanelDock
 from app.widgets.load_bar import LoadBar
 from app.widgets.toast import ToastStack
 
@@ -33,6 +34,7 @@ class WindowActions(QMainWindow):
     view: ChartView
     actions_by_id: ActionRegistry
     panel_actions: list[QAction]
+    docks: dict[str, PanelDock]
     toasts: ToastStack
     load_bar: LoadBar
     baselines: BaselinesPanel
@@ -41,8 +43,8 @@ class WindowActions(QMainWindow):
     tpot: LatencyChart
 
     def show_panel(self, name: str) -> None:
-        """Show a panel by its id."""
-        raise NotImplementedError
+        """Show a panel (a key of `app.main_window.PANELS`) and bring it to the front."""
+        next(dock for dock in self.docks.values() if name in dock.ids).show_panel(name)
 
     def everything(self) -> Sequence[QAction]:
         """All actions: the declared ones and those of the panels."""
