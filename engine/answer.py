@@ -16,6 +16,7 @@ from ipc.messages import (
     EngineState,
     ErrorCode,
     Finish,
+    Preempted,
     RequestRow,
     StepRow,
     TokenLogprob,
@@ -25,7 +26,7 @@ from ipc.messages import (
 if TYPE_CHECKING:
     from engine.runner import StepOutput
 
-Event = Tokens | Done | StepRow | RequestRow | ApplyEvent | EngineState | BlockView
+Event = Tokens | Done | StepRow | RequestRow | ApplyEvent | Preempted | EngineState | BlockView
 
 NONFINITE = "non-finite logits: the model gave NaN or infinity for this request"
 

@@ -26,6 +26,7 @@ SNAPSHOT_STEPS = 512
 SNAPSHOT_ENDED = 256
 LOG_LINES = 2000
 APPLY_EVENTS = 1000
+PREEMPTIONS = 1000
 _ROWS_A_MESSAGE = 512
 _ITL_BUDGET = 200_000  # token gaps that a snapshot's ended requests may hold together
 
@@ -41,6 +42,7 @@ class Publisher:
         self.live: dict[int, m.RequestRow] = {}
         self.ended: deque[m.RequestRow] = deque(maxlen=SNAPSHOT_ENDED)
         self.applies: deque[m.ApplyEvent] = deque(maxlen=APPLY_EVENTS)
+        self.preemptions: deque[m.Preempted] = deque(maxlen=PREEMPTIONS)
         self.log: deque[m.LogLine] = deque(maxlen=LOG_LINES)
         self._blocks = BlockEncoder()
         self._view: BlockView | None = None
@@ -86,6 +88,11 @@ class Publisher:
         self.flush()  # rows of steps before it go first
         event = msgspec.structs.replace(event, why=codec.clip(event.why))
         self.applies.append(event)
+        self.publish(event)
+
+    def preempted(self, event: m.Preempted) -> None:
+        """Publish a preemption and keep it for snapshots."""
+        self.preemptions.append(event)
         self.publish(event)
 
     def log_line(self, line: m.LogLine) -> None:
@@ -177,6 +184,7 @@ class Publisher:
             requests=[*self._recent_ended(), *self.live.values()],
             blocks=blocks.keyframe() if blocks.frame else None,
             events=list(self.applies),
+            preemptions=list(self.preemptions),
             device=device,
             model=model,
         )

@@ -233,6 +233,8 @@ class EngineServer:
                 self._publish_state()
             case m.ApplyEvent():
                 self.publisher.apply(event)
+            case m.Preempted():
+                self.publisher.preempted(event)
             case _:
                 self.publisher.block_view(event)
 

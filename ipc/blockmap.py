@@ -40,18 +40,22 @@ def _empty_owner() -> OwnerArray:
 
 @dataclass(slots=True)
 class BlockMap:
-    """A map as of frame ``frame``. Arrays have one entry a block; a reader must not write to them."""
+    """A map as of frame ``frame``. Arrays have one entry a block; a reader must not write to them.
+
+    The last ``num_host`` entries are blocks of host memory.
+    """
 
     frame: int = 0
     t_ns: int = 0
     block_size: int = 0
+    num_host: int = 0
     state: StateArray = field(default_factory=_empty_state)
     fill: FillArray = field(default_factory=_empty_fill)
     owner: OwnerArray = field(default_factory=_empty_owner)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the map."""
+        """Blocks in the map, those of host memory included."""
         return len(self.state)
 
     def keyframe(self) -> m.BlockKeyframe:
@@ -61,6 +65,7 @@ class BlockMap:
             t_ns=self.t_ns,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
+            num_host=self.num_host,
             state=self.state.astype(_STATE, copy=False).tobytes(),
             fill=self.fill.astype(_FILL, copy=False).tobytes(),
             owner=self.owner.astype(_OWNER, copy=False).tobytes(),
@@ -69,6 +74,9 @@ class BlockMap:
     def load(self, key: m.BlockKeyframe) -> None:
         """Replace the map by a keyframe. Raises `BlockMapError` and changes nothing if its parts disagree."""
         state, fill, owner = _columns(key.state, key.fill, key.owner, key.num_blocks)
+        if key.num_host > key.num_blocks:
+            raise BlockMapError(f"{key.num_host} of {key.num_blocks} blocks cannot be in host memory")
+        self.num_host = key.num_host
         self.frame, self.t_ns, self.block_size = key.frame, key.t_ns, key.block_size
         self.state, self.fill, self.owner = state.copy(), fill.copy(), owner.copy()
 
@@ -107,6 +115,7 @@ class BlockEncoder:
         *,
         t_ns: int,
         block_size: int,
+        num_host: int = 0,
         force_key: bool = False,
     ) -> m.BlockKeyframe | m.BlockDelta | None:
         """The message that brings a reader from the last view to this one, or None if they are equal.
@@ -115,13 +124,14 @@ class BlockEncoder:
         changes would take more than a third of a keyframe's bytes. The arrays are copied.
         """
         old = self.sent
-        same_shape = old.frame > 0 and len(state) == old.num_blocks and block_size == old.block_size
+        shape, old_shape = (len(state), num_host, block_size), (old.num_blocks, old.num_host, old.block_size)
+        same_shape = old.frame > 0 and shape == old_shape
         changed = np.empty(0, np.intp)
         if same_shape and not force_key:
             changed = np.flatnonzero((state != old.state) | (fill != old.fill) | (owner != old.owner))
             if not len(changed):
                 return None
-        new = BlockMap(old.frame + 1, t_ns, block_size, state.copy(), fill.copy(), owner.copy())
+        new = BlockMap(old.frame + 1, t_ns, block_size, num_host, state.copy(), fill.copy(), owner.copy())
         self.sent = new
         if force_key or not same_shape or 3 * _CHANGE_BYTES * len(changed) > _BLOCK_BYTES * len(state):
             return new.keyframe()

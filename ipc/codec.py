@@ -27,6 +27,7 @@ TOPIC_OF: dict[type[m.Telemetry], m.Topic] = {
     m.BlockKeyframe: "blk",
     m.BlockDelta: "blk",
     m.ApplyEvent: "event",
+    m.Preempted: "event",
     m.LogLine: "log",
     m.GpuRow: "gpu",
 }

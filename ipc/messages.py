@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 MAX_PROMPT_CHARS = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 20
@@ -357,6 +357,7 @@ class SnapshotReply(_Struct, tag="snapshot.reply", frozen=True, kw_only=True):
     requests: Annotated[list[RequestRow], Meta(max_length=16_384)]  # the live ones, and newest ended ones
     blocks: BlockKeyframe | None
     events: Annotated[list[ApplyEvent], Meta(max_length=1024)]
+    preemptions: Annotated[list[Preempted], Meta(max_length=1024)] = []  # the newest, oldest first
     device: DeviceInfo | None
     model: ModelInfo | None
 
@@ -386,6 +387,13 @@ class EngineState(_Struct, tag="state", frozen=True, kw_only=True):
     waiting: UInt = 0
     num_blocks: UInt = 0
     block_size: UInt = 0
+    kv_dtype: Annotated[str, Meta(max_length=32)] = ""  # in which keys and values are kept, as torch names it
+    kv_bytes: UInt = 0  # of the whole pool
+    host_kv_bytes: UInt = 0  # host memory held for evicted prefixes
+    swap_bytes: UInt = 0  # host memory held for preempted requests
+    result_n: UInt = 0  # answers in the result cache
+    result_bytes: UInt = 0
+    result_hits: UInt = 0  # requests answered from it since start
     ended: UInt = 0  # requests since start, whatever ended them
     prefill_tok: UInt = 0  # tokens computed since start, so that totals survive a gap in the step rows
     decode_tok: UInt = 0
@@ -413,18 +421,32 @@ class Heartbeat(_Struct, tag="hb", frozen=True, kw_only=True):
 
 
 class StepRow(_Struct, array_like=True, frozen=True, kw_only=True):
-    """One scheduler step. Positional on the wire, so the order of fields is part of the protocol."""
+    """One scheduler step. Positional on the wire, so the order of fields is part of the protocol.
 
-    v: Annotated[int, Meta(ge=1, le=1)]
+    ``dur_us`` is the time that the step took out of the engine: from its own begin, or from the end of the
+    step before it where that came later. ``plan_us`` to ``sample_us`` are of this step. Text and sockets are
+    other threads' work, which no step waits for: ``tokenize_us``, ``detokenize_us`` and ``send_us`` are what
+    they did since the row before. ``overlap_us`` is the part of planning, preparing, accepting and publishing
+    that was done while a forward pass ran, so it took nothing out of the engine.
+    """
+
+    v: Annotated[int, Meta(ge=2, le=2)]
     step: UInt
     t_ns: Ns  # its start
     dur_us: UInt
+    tokenize_us: UInt
     plan_us: UInt
     prepare_us: UInt
+    copy_us: UInt  # blocks copied to and from host memory
     forward_us: UInt
+    attention_us: UInt | None  # parts of forward_us, None unless forward_timing is on
+    linear_us: UInt | None
+    head_us: UInt | None
     sample_us: UInt
     detokenize_us: UInt
+    send_us: UInt
     publish_us: UInt  # of the step before
+    overlap_us: UInt
     prefill_reqs: UInt
     decode_reqs: UInt
     prefill_tok: UInt
@@ -433,12 +455,17 @@ class StepRow(_Struct, array_like=True, frozen=True, kw_only=True):
     waiting: UInt
     preempted: UInt  # in this step
     recompute_tok: UInt  # of prefill_tok, those computed once already
+    recompute_us: UInt  # the share of forward_us that recompute_tok had by their number
     used_blk: UInt  # referenced by a live request
     cached_blk: UInt  # unreferenced, content kept for reuse
     free_blk: UInt
     used_tok: UInt  # tokens held in used blocks; waste = used_blk * block_size - used_tok
+    host_blk: UInt  # blocks of host memory that hold evicted prefixes
+    swapped_blk: UInt  # blocks of host memory that hold preempted requests
+    copied_blk: UInt  # blocks copied to or from host memory in this step
     query_tok: UInt  # prefix cache: tokens looked up at admission in this step
-    hit_tok: UInt
+    hit_tok: UInt  # of them found, on the device or in host memory
+    host_hit_tok: UInt  # of hit_tok, those that came from host memory
     weight_bytes: UInt  # modelled traffic of the step
     kv_bytes: UInt
     flops: UInt
@@ -459,7 +486,9 @@ class RequestRow(_Struct, frozen=True, kw_only=True):
     state: RequestState
     arrive_ns: Ns
     prompt_tok: UInt
-    cached_tok: UInt = 0  # prefix hits at first admission
+    cached_tok: UInt = 0  # prefix hits at first admission, host memory included
+    host_hit_tok: UInt = 0  # of cached_tok, those that came from host memory
+    result_cached: bool = False  # answered from the result cache, nothing was computed
     computed_tok: UInt = 0
     output_tok: UInt = 0
     max_tokens: UInt = 0
@@ -470,9 +499,24 @@ class RequestRow(_Struct, frozen=True, kw_only=True):
     end_ns: Ns | None = None
     preempt_n: UInt = 0
     preempted_us: UInt = 0
+    preempt_reason: Annotated[str, Meta(max_length=64)] = ""  # of the last preemption
+    lost_tok: UInt = 0  # computed tokens whose keys and values preemptions gave up
     recompute_tok: UInt = 0
+    recompute_us: UInt = 0  # its share, by tokens, of the forward passes that computed them again
     resume_hit_tok: UInt = 0  # prefix hits after a preemption, kept apart
+    swap_n: UInt = 0  # preemptions that kept its blocks in host memory
+    swap_in_tok: UInt = 0  # tokens that came back from there instead of being computed again
     miss_reason: Annotated[str, Meta(max_length=64)] = ""
+    # Where its time went. The first and the last two are its own; the others are what the engine spent on
+    # steps while it ran, whether or not a step had tokens of it.
+    tokenize_us: UInt = 0
+    plan_us: UInt = 0
+    prepare_us: UInt = 0
+    copy_us: UInt = 0
+    forward_us: UInt = 0
+    sample_us: UInt = 0
+    detokenize_us: UInt = 0
+    send_us: UInt = 0
     itl_us: Annotated[list[UInt], Meta(max_length=8192)] = []  # at the end only: gaps between tokens
     finish: Finish | None = None
     code: ErrorCode | None = None
@@ -486,19 +530,22 @@ class RequestRows(_Struct, tag="reqs", frozen=True, kw_only=True):
 
 
 # Block states of the map, one byte a block.
-BLOCK_FREE, BLOCK_CACHED, BLOCK_USED, BLOCK_SHARED, BLOCK_RESERVED, BLOCK_HOST = range(6)
+BLOCK_FREE, BLOCK_CACHED, BLOCK_USED, BLOCK_SHARED, BLOCK_RESERVED, BLOCK_HOST, BLOCK_SWAPPED = range(7)
 
 
 class BlockKeyframe(_Struct, tag="blk.key", frozen=True, kw_only=True):
     """The whole block map. ``state`` is u8, ``fill`` u16 and ``owner`` u32 little endian, one a block.
 
     ``fill`` counts the tokens held in the block, ``owner`` is the id of one owning request modulo 2^32
-    (0: none). ``frame`` numbers keyframes and deltas in one sequence.
+    (0: none). The last ``num_host`` of the ``num_blocks`` entries are blocks of host memory: free, host (an
+    evicted prefix) or swapped (``owner`` is the preempted request). ``frame`` numbers keyframes and deltas in
+    one sequence.
     """
 
     frame: UInt
     t_ns: Ns
     num_blocks: UInt
+    num_host: UInt = 0
     block_size: UInt
     state: Annotated[bytes, Meta(max_length=MAX_BLOCKS)]
     fill: Annotated[bytes, Meta(max_length=2 * MAX_BLOCKS)]
@@ -532,6 +579,25 @@ class ApplyEvent(_Struct, tag="apply", frozen=True, kw_only=True):
     why: Text = ""
 
 
+class Preempted(_Struct, tag="preempt", frozen=True, kw_only=True):
+    """A running request lost its place. What its recompute costs is told by its row and the step rows.
+
+    ``reason``: no blocks were left (``by`` is the request that needed them, perhaps the victim itself), a
+    request of strictly lower number of priority came (``by``), or the pool was rebuilt (``by`` is 0).
+    ``mode`` is what really happened to its blocks, ``why`` says why it is not what ``preemption`` asks for.
+    """
+
+    t_ns: Ns
+    rid: Id
+    by: UInt
+    reason: Literal["blocks", "priority", "rebuild"]
+    mode: Literal["recompute", "swap"]
+    lost_tok: UInt  # computed tokens to be computed again, unless the prefix cache still has them
+    swapped_blk: UInt = 0
+    why: Annotated[str, Meta(max_length=256)] = ""
+    cfg_rev: UInt = 0
+
+
 class LogLine(_Struct, tag="log", frozen=True, kw_only=True):
     n: UInt
     level: Literal["debug", "info", "warning", "error"]
@@ -560,8 +626,8 @@ class GpuRow(_Struct, tag="gpu", frozen=True, kw_only=True):
 
 
 Telemetry = (
-    EngineState | Heartbeat | StepRows | RequestRows | BlockKeyframe | BlockDelta | ApplyEvent | LogLine
-    | GpuRow
+    EngineState | Heartbeat | StepRows | RequestRows | BlockKeyframe | BlockDelta | ApplyEvent | Preempted
+    | LogLine | GpuRow
 )  # fmt: skip
 
 Topic = Literal["state", "hb", "step", "req", "blk", "event", "log", "gpu"]

@@ -16,6 +16,7 @@ from ipc import messages as m
 from ipc.blockmap import BlockMap, BlockMapError
 
 _RETAINED_FRAMES = 20_000
+MAX_PREEMPTIONS = 1000
 
 
 def _retained() -> deque[tuple[m.Topic, int, m.Telemetry]]:
@@ -34,6 +35,7 @@ class Changes:
     steps: list[m.StepRow] = field(default_factory=list)
     requests: list[m.RequestRow] = field(default_factory=list)
     applies: list[m.ApplyEvent] = field(default_factory=list)
+    preemptions: list[m.Preempted] = field(default_factory=list)
     logs: list[m.LogLine] = field(default_factory=list)
     gpus: list[m.GpuRow] = field(default_factory=list)
     state_changed: bool = False
@@ -44,7 +46,8 @@ class Changes:
 
     def __bool__(self) -> bool:
         flags = self.state_changed, self.blocks_changed, self.cfg_changed, self.new_session, self.resynced
-        return any((self.steps, self.requests, self.applies, self.logs, self.gpus, *flags))
+        lists = self.steps, self.requests, self.applies, self.preemptions, self.logs, self.gpus
+        return any((*lists, *flags))
 
 
 class Mirror:
@@ -52,8 +55,8 @@ class Mirror:
 
     Public attributes are the present picture: ``state``, ``heartbeat``, ``cfg``, ``model``, ``device``,
     ``blocks`` (a `BlockMap`), ``steps`` (by step number, newest last), ``live`` and ``ended`` request rows
-    by rid, ``applies``, ``gpus`` by uuid, ``gaps`` (frames lost per topic), ``stale`` (topics with a loss
-    that no snapshot has healed yet).
+    by rid, ``applies``, ``preemptions`` (the newest, by rid and time), ``gpus`` by uuid, ``gaps`` (frames
+    lost per topic), ``stale`` (topics with a loss that no snapshot has healed yet).
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Mirror:
         self.live: dict[int, m.RequestRow] = {}
         self.ended: dict[int, m.RequestRow] = {}
         self.applies: dict[int, m.ApplyEvent] = {}
+        self.preemptions: dict[tuple[int, int], m.Preempted] = {}
         self.gpus: dict[str, m.GpuRow] = {}
         self.stale: set[m.Topic] = set()
         self._last: dict[str, int] = {}  # per topic, the last sequence number in the picture
@@ -138,6 +142,8 @@ class Mirror:
         self._replace_requests(reply.requests)
         for event in reply.events:
             self._apply_event(event)
+        for preemption in reply.preemptions:
+            self._add_preemption(preemption)
         self._replace_blocks(reply.blocks)
         retained, self._retained = list(self._retained), _retained()
         self._last = dict(reply.seq)
@@ -173,6 +179,8 @@ class Mirror:
                 self._add_blocks(message)
             case m.ApplyEvent():
                 self._apply_event(message)
+            case m.Preempted():
+                self._add_preemption(message)
             case m.LogLine():
                 if message.n > self._last_log:
                     self._last_log = message.n
@@ -241,6 +249,14 @@ class Mirror:
             values = {**self.cfg.values, **event.patch}
             self.cfg = m.Cfg(id=self.cfg.id, rev=event.to_rev, values=values, knobs=self.cfg.knobs)
             self._changes.cfg_changed = True
+
+    def _add_preemption(self, event: m.Preempted) -> None:
+        key = event.rid, event.t_ns
+        if key not in self.preemptions:
+            self.preemptions[key] = event
+            self._changes.preemptions.append(event)
+        while len(self.preemptions) > MAX_PREEMPTIONS:
+            del self.preemptions[next(iter(self.preemptions))]
 
     def _replace_blocks(self, key: m.BlockKeyframe | None) -> None:
         self.blocks, self.blocks_valid = BlockMap(), False

@@ -10,7 +10,7 @@ from ipc import messages as m
 def step_row(step: int, **changes: Any) -> m.StepRow:
     """A step row whose counts are all different, so that swapped columns show."""
     values: dict[str, Any] = {name: 100 + n for n, name in enumerate(m.StepRow.__struct_fields__)}
-    values |= {"v": 1, "step": step, "attention": "sdpa", "kernels": "linear=fp32"}
+    values |= {"v": 2, "step": step, "attention": "sdpa", "kernels": "linear=fp32"}
     return m.StepRow(**{**values, **changes})
 
 
@@ -89,6 +89,7 @@ TELEMETRY: list[m.Telemetry] = [
         mode="step",
         patch={"policy": "priority"},
     ),
+    m.Preempted(t_ns=1, rid=2, by=3, reason="priority", mode="swap", lost_tok=4, swapped_blk=5, cfg_rev=6),
     m.LogLine(n=1, level="info", unix_ms=2, source="engine", message="hello"),
     m.GpuRow(t_ns=1, uuid="GPU-1", name="card", utilization_percent=5.0),
 ]

@@ -43,13 +43,15 @@ def test_every_topic_has_messages_and_none_begins_another() -> None:
 def test_step_rows_keep_their_order_on_the_wire() -> None:
     """Positional rows decode silently when fields are swapped, so their order is frozen here."""
     golden = (
-        "v step t_ns dur_us plan_us prepare_us forward_us sample_us detokenize_us publish_us prefill_reqs "
-        "decode_reqs prefill_tok decode_tok running waiting preempted recompute_tok used_blk cached_blk "
-        "free_blk used_tok query_tok hit_tok weight_bytes kv_bytes flops attention kernels cfg_rev"
+        "v step t_ns dur_us tokenize_us plan_us prepare_us copy_us forward_us attention_us linear_us head_us "
+        "sample_us detokenize_us send_us publish_us overlap_us prefill_reqs decode_reqs prefill_tok "
+        "decode_tok running waiting preempted recompute_tok recompute_us used_blk cached_blk free_blk "
+        "used_tok host_blk swapped_blk copied_blk query_tok hit_tok host_hit_tok weight_bytes kv_bytes "
+        "flops attention kernels cfg_rev"
     )
     assert list(m.StepRow.__struct_fields__) == golden.split()
     wire = msgspec.msgpack.decode(codec.encode(m.StepRows(rows=[step_row(5)])))
-    expected = [1, 5, *range(102, 127), "sdpa", "linear=fp32", 129]
+    expected = [2, 5, *range(102, 139), "sdpa", "linear=fp32", 141]
     assert wire == {"type": "steps", "rows": [expected]}
 
 
