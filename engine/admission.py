@@ -23,6 +23,8 @@ class SchedulerKnobs:
     contiguous: bool
     by_priority: bool
     ageing_ns: int
+    batch_wait_ns: int = 0
+    swap: bool = False
 
     @classmethod
     def of(cls, values: Mapping[str, KnobValue]) -> SchedulerKnobs:
@@ -37,6 +39,8 @@ class SchedulerKnobs:
             contiguous=values["kv_allocation"] == "contiguous",
             by_priority=values["policy"] == "priority",
             ageing_ns=int(float(values["priority_ageing_s"] or 0) * 1e9),
+            batch_wait_ns=int(float(values["batch_wait_ms"] or 0) * 1e6),
+            swap=values["preemption"] == "swap",
         )
 
 

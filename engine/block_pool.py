@@ -30,13 +30,17 @@ class NoBlocks(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """A copy of the block map taken between two steps: state u8, fill u16 and owner u32, one a block."""
+    """A copy of the block map taken between two steps: state u8, fill u16 and owner u32, one a block.
+
+    The last ``num_host`` entries are blocks of host memory.
+    """
 
     t_ns: int
     block_size: int
     state: NDArray[np.uint8]
     fill: NDArray[np.uint16]
     owner: NDArray[np.uint32]
+    num_host: int = 0
 
 
 class BlockPool:

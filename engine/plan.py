@@ -3,33 +3,74 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.request import Request
+
+Arena = Literal["swap", "prefix"]
+PreemptReason = Literal["blocks", "priority", "rebuild"]
+PreemptMode = Literal["recompute", "swap"]
 
 
 @dataclass(slots=True)
 class ScheduledRequest:
     """``num_new`` tokens of ``request`` to compute, at positions [num_computed, num_computed + num_new).
 
-    Its block table already covers them. It needs a sampled token when they reach ``num_tokens``.
+    Its block table already covers them. It needs a sampled token when they reach ``num_known``.
+    ``recompute`` of the tokens were computed once before.
     """
 
     request: Request
     num_new: int
+    recompute: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Whole blocks to copy between the KV pool and host memory, ``blocks[i]`` with ``host_blocks[i]``.
+
+    ``direction`` is "out" to host memory and "in" from there, ``arena`` the part of host memory: that of
+    preempted requests ("swap") or that of evicted prefixes ("prefix").
+    """
+
+    arena: Arena
+    direction: Literal["out", "in"]
+    blocks: list[int]
+    host_blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A running request lost its place.
+
+    ``by`` is the request that needed its blocks or its seat (perhaps the victim itself), 0 for a rebuild.
+    ``lost_tokens`` were computed and are to be computed again, unless the prefix cache still has them;
+    ``swapped_blocks`` were moved to host memory. ``why`` says why ``mode`` is not what was asked for.
+    """
+
+    request: Request
+    by: int
+    reason: PreemptReason
+    mode: PreemptMode
+    lost_tokens: int
+    swapped_blocks: int = 0
+    why: str = ""
 
 
 @dataclass(slots=True)
 class StepPlan:
     """One step: rows with one new token first, then the longer ones; and what planning it did.
 
-    ``preempted`` and ``admitted`` are the requests whose state changed while planning.
+    ``preemptions`` and ``admitted`` tell of the requests whose state changed while planning.
     Token counts are of this step: ``prefill_tokens`` and ``decode_tokens`` add up to ``num_tokens``;
     ``recompute_tokens`` is the part of ``prefill_tokens`` that had been computed once before;
-    ``query_tokens`` and ``hit_tokens`` are prefix-cache look-ups at first admission, not on a resume.
+    ``query_tokens`` and ``hit_tokens`` are prefix-cache look-ups at first admission, not on a resume, and
+    ``host_hit_tokens`` is the part of the hits that came from host memory. Nothing happens before ``wake_ns``
+    though requests wait, unless another one comes or goes.
     """
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     prefill_requests: int = 0
     decode_requests: int = 0
@@ -38,8 +79,14 @@ class StepPlan:
     recompute_tokens: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    wake_ns: int | None = None
     reason: str = ""  # why nothing is scheduled although work waits
 
     @property
     def num_tokens(self) -> int:
         return self.prefill_tokens + self.decode_tokens
+
+    @property
+    def preempted(self) -> list[Request]:
+        return [preemption.request for preemption in self.preemptions]

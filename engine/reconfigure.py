@@ -59,7 +59,7 @@ def text_of(error: Exception) -> str:
 def _rebuild(core: EngineCore, values: Mapping[str, KnobValue], now_ns: int) -> int:
     shape = core.pool_shape(values)
     preempted = core.scheduler.rebuild(*shape, now_ns)
-    core.answers.events.extend(request.row() for request in preempted)
+    core.answers.events.extend(preemption.request.row() for preemption in preempted)
     if _shape_of_pool(core) != shape:
         core.runner.free_kv()
         core.runner.allocate_kv(*shape)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from engine.admission import Grant, SchedulerKnobs, choose_victims, grant_pages, grant_run
 from engine.block_pool import BlockPool, LedgerError
 from engine.knobs import MAX_SEQS
-from engine.plan import ScheduledRequest, StepPlan
+from engine.plan import Preemption, PreemptReason, ScheduledRequest, StepPlan
 from engine.prefix_cache import MISS_NO_RUN, MISS_OFF, Match, PrefixCache
 from engine.request import NO_SLOT, Request
 
@@ -92,25 +92,29 @@ class Scheduler:
                 request.order = self._order(request)
             requests.sort(key=_by_order)
 
-    def rebuild(self, num_blocks: int, block_size: int, now_ns: int) -> list[Request]:
-        """Start over with another pool. Running requests go back to the queue and are returned."""
-        preempted = list(self.running)
-        for request in preempted:
-            self.preempt(request, now_ns)
+    def rebuild(self, num_blocks: int, block_size: int, now_ns: int) -> list[Preemption]:
+        """Start over with another pool. Running requests go back to the queue."""
+        preempted = [self.preempt(request, now_ns, "rebuild") for request in list(self.running)]
         for request in self.waiting:
             request.block_keys = []
         self._new_pool(num_blocks, block_size)
         return preempted
 
-    def preempt(self, request: Request, now_ns: int) -> None:
+    def preempt(
+        self, request: Request, now_ns: int, reason: PreemptReason = "blocks", by: int = 0
+    ) -> Preemption:
         """Send a running request back to the queue; its tokens stay, their keys and values are given up."""
+        lost = request.num_computed
         self.running.remove(request)
         self._leave(request)
         request.state = "preempted"
         request.num_computed = 0
         request.preempt_count += 1
+        request.preempt_reason = reason
+        request.lost_tokens += lost
         request.preempted_at_ns = now_ns
         insort(self.waiting, request, key=_by_order)
+        return Preemption(request, by, reason, "recompute", lost)
 
     def plan(self, now_ns: int) -> StepPlan:
         """Decide the next step. Allocates its blocks; `advance` must follow once it was computed."""
@@ -119,10 +123,10 @@ class Scheduler:
         longer: list[ScheduledRequest] = []
         if self.waiting and self.knobs.by_priority and not self.knobs.static:
             self._preempt_for_head(plan, now_ns)  # of a static batch nobody new could take the place
-        for_priority = len(plan.preempted)
+        for_priority = len(plan.preemptions)
         budget = self._plan_decodes(plan, ones, now_ns)
         budget = self._plan_prefills(plan, ones, longer, budget, now_ns)
-        if self.waiting and len(plan.preempted) == for_priority:
+        if self.waiting and len(plan.preemptions) == for_priority:
             self._admit(plan, ones, longer, budget, now_ns)
         plan.scheduled = ones + longer if longer else ones
         return plan
@@ -313,8 +317,7 @@ class Scheduler:
         )
         seats, in_a_row = self.knobs.max_num_seqs, self.knobs.contiguous
         for victim in choose_victims(self.pool, self.running, head, seats, needed, in_a_row=in_a_row):
-            self.preempt(victim, now_ns)
-            plan.preempted.append(victim)
+            plan.preemptions.append(self.preempt(victim, now_ns, "priority", head.rid))
 
     # --- small parts ---
 
@@ -330,8 +333,7 @@ class Scheduler:
         """Preempt from the end of the order until ``count`` blocks are available. False: it went itself."""
         while self.pool.num_available < count:
             victim = self.running[-1]
-            self.preempt(victim, now_ns)
-            plan.preempted.append(victim)
+            plan.preemptions.append(self.preempt(victim, now_ns, "blocks", request.rid))
             if victim is request:
                 return False
         return True
