@@ -23,6 +23,48 @@ if TYPE_CHECKING:
     from engine.scheduler import Scheduler
 
 
+class Meters:
+    """Time spent on text and sockets since start, in nanoseconds.
+
+    Other threads' work: each figure is only ever increased, and by one thread alone. Any thread may read it.
+    """
+
+    __slots__ = ("detokenize_ns", "send_ns", "tokenize_ns")
+
+    def __init__(self) -> None:
+        self.tokenize_ns = 0
+        self.detokenize_ns = 0
+        self.send_ns = 0
+
+
+class StageTotals:
+    """What the engine has spent on each stage of its steps since start, in nanoseconds.
+
+    The step thread adds to it as a step ends. A request's share is the difference of two `now`s.
+    """
+
+    __slots__ = ("copy_ns", "forward_ns", "plan_ns", "prepare_ns", "sample_ns")
+
+    def __init__(self) -> None:
+        self.plan_ns = 0
+        self.prepare_ns = 0
+        self.copy_ns = 0
+        self.forward_ns = 0
+        self.sample_ns = 0
+
+    def add(self, *, plan_ns: int, prepare_ns: int, copy_ns: int, forward_ns: int, sample_ns: int) -> None:
+        """One step more."""
+        self.plan_ns += plan_ns
+        self.prepare_ns += prepare_ns
+        self.copy_ns += copy_ns
+        self.forward_ns += forward_ns
+        self.sample_ns += sample_ns
+
+    def now(self) -> tuple[int, int, int, int, int]:
+        """Plan, prepare, copy, forward, sample."""
+        return self.plan_ns, self.prepare_ns, self.copy_ns, self.forward_ns, self.sample_ns
+
+
 @dataclass(slots=True)
 class StepClock:
     """Instants of one step in nanoseconds, in the order in which they are passed."""
