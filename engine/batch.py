@@ -2,41 +2,35 @@
 
 Each request keeps a slot, a row in persistent host buffers, for as long as it runs; a step only copies what
 changed. Building the indices takes a handful of numpy calls whatever the number of tokens.
+
+A batch may be built while the step before it still runs. Then the newest token of a request is pending: its
+place is known, its id is not. `Batch.fill` puts the ids in once they are there. What a batch holds is its
+own: nothing in it changes when requests or slots do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from engine.attention.base import Ints, Rows
+from engine.penalties import SampledRequest, has_penalty
+from engine.request import NO_BLOCK
 from ipc.messages import Sampling
 
 
-class RowRequest(Protocol):
+class RowRequest(SampledRequest, Protocol):
     """What the runner reads of a request. It never writes to one."""
 
     @property
-    def rid(self) -> int: ...
-    @property
-    def token_ids(self) -> list[int]: ...  # prompt and output
-    @property
-    def num_prompt(self) -> int: ...
-    @property
     def num_computed(self) -> int: ...
     @property
-    def num_tokens(self) -> int: ...
+    def num_known(self) -> int: ...  # num_tokens, and the pending one if there is one
     @property
-    def block_table(self) -> list[int]: ...
-    @property
-    def slot(self) -> int: ...
-    @property
-    def sampling(self) -> Sampling: ...
-    @property
-    def seed(self) -> int: ...
+    def block_table(self) -> list[int]: ...  # NO_BLOCK where a leading block has left every window
 
 
 class ScheduledRow(Protocol):
@@ -56,27 +50,82 @@ class Plan(Protocol):
 
 
 @dataclass(slots=True)
+class SampledRow:
+    """What the sampler reads of a request, as it is when its step is launched.
+
+    ``token_ids`` is only filled for a request with penalties, which count them.
+    """
+
+    rid: int
+    slot: int
+    sampling: Sampling
+    seed: int
+    num_prompt: int
+    num_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Batch:
     """One step on the host. Tokens of a request are neighbours, requests in the order of ``rows``.
 
-    ``sampled`` lists, for each row of logits, the entry of the plan that it belongs to, and ``logit_tokens``
-    the token of the step whose logits they are.
+    ``sampled`` lists, for each row of logits, the entry of the plan that it belongs to, ``sampled_rows`` what
+    the sampler needs of its request, and ``logit_tokens`` the token of the step whose logits they are.
+    ``order[r]`` is the entry of the plan that row r belongs to.
     """
 
-    ids: Ints  # [tokens]
+    ids: Ints  # [tokens], 0 where the id is still pending
     positions: Ints  # [tokens]
     slots: Ints  # [tokens], where in the pool their keys and values go
     rows: Rows
+    order: list[int]
     sampled: list[int]
+    sampled_rows: list[SampledRow]
     logit_tokens: Ints
+    requests: list[RowRequest]  # of the entries of ``sampled``
+    pending: list[tuple[int, RowRequest, int]]  # place in ids, whose token, and which of its tokens
+
+    def fill(self) -> None:
+        """Put pending ids in their place and take what the sampler needs, now that every token is known.
+
+        ValueError if a pending token has not come: its request ended, and must leave the step.
+        """
+        for at, request, position in self.pending:
+            if position >= len(request.token_ids):
+                raise ValueError(
+                    f"request {request.rid} is in the step, but its token {position} never came; "
+                    "prepare the step again without it"
+                )
+            self.ids[at] = request.token_ids[position]
+        self.pending = []
+        for row, request in zip(self.sampled_rows, self.requests, strict=True):
+            if has_penalty(row.sampling):
+                row.token_ids = request.token_ids[: row.num_tokens]
+        self.requests = []
+
+    @property
+    def filled(self) -> bool:
+        """Whether `fill` was called."""
+        return not self.requests and not self.pending
+
+    def blocks_of(self, entry: int) -> list[int]:
+        """The blocks that an entry of the plan holds keys and values in, as of this step."""
+        row = self.order.index(entry)
+        used = -(-int(self.rows.lengths[row]) // self.rows.block_size)
+        return [block for block in self.rows.tables[row, :used].tolist() if block != NO_BLOCK]
 
 
 class BatchBuilder:
-    """Builds batches for one pool. Slot rows are kept between steps and grow as needed."""
+    """Builds batches for one pool. Slot rows are kept between steps and grow as needed.
 
-    def __init__(self, block_size: int, num_blocks: int) -> None:
+    ``window`` is the largest attention window over all layers, None if a layer sees everything: blocks that
+    lie wholly outside it need not be there.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int, window: int | None = None) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.window = window
         self._tables: Ints = np.zeros((16, 16), dtype=np.int64)
         self._held: dict[int, list[int]] = {}  # slot -> the block table that its row holds
 
@@ -88,14 +137,14 @@ class BatchBuilder:
         """Index arrays of a step with at least one request.
 
         Raises ValueError if a request has no new token, tokens that do not exist, or blocks that do not
-        cover them: then the plan is wrong, and nothing was changed.
+        cover them and what they attend to: then the plan is wrong, and nothing was changed.
         """
         count = len(scheduled)
         requests = [entry.request for entry in scheduled]
         num_new: Ints = np.fromiter((entry.num_new for entry in scheduled), np.int64, count)
         num_computed: Ints = np.fromiter((request.num_computed for request in requests), np.int64, count)
         lengths = num_new + num_computed
-        known: Ints = np.fromiter((request.num_tokens for request in requests), np.int64, count)
+        known: Ints = np.fromiter((request.num_known for request in requests), np.int64, count)
         self._check(requests, num_new, lengths, known)
         # Single tokens first, longest first, so that attention finds its buckets as ranges of rows.
         order = np.lexsort((-lengths, num_new > 1))
@@ -109,21 +158,34 @@ class BatchBuilder:
         tables = self._tables[[requests[i].slot for i in order], :width]
         if tables.max() >= self.num_blocks:  # would be an error of the whole device, not of this step
             raise ValueError(f"block {tables.max()} is in a table, the pool has {self.num_blocks}")
+        self._check_window([requests[i] for i in order], tables, num_computed)
         row_of = np.repeat(np.arange(count), num_new)
         positions = np.arange(int(ends[-1])) + (num_computed - starts)[row_of]
         block, offset = np.divmod(positions, self.block_size)
         ids: list[int] = []
+        pending: list[tuple[int, RowRequest, int]] = []
         for i in order.tolist():
-            first = requests[i].num_computed
-            ids += requests[i].token_ids[first : first + scheduled[i].num_new]
+            first, last = requests[i].num_computed, requests[i].num_computed + scheduled[i].num_new
+            ids += requests[i].token_ids[first:last]
+            if last > requests[i].num_tokens:  # the newest token is on its way
+                pending.append((len(ids), requests[i], last - 1))
+                ids.append(0)
         finishing = np.flatnonzero(lengths == known[order])
+        sampled = order[finishing].tolist()
+        asking = [requests[i] for i in sampled]
         return Batch(
             ids=np.array(ids, dtype=np.int64),
             positions=positions,
             slots=tables[row_of, block] * self.block_size + offset,
             rows=Rows(starts, num_new, num_computed, tables, int((num_new == 1).sum()), self.block_size),
-            sampled=order[finishing].tolist(),
+            order=order.tolist(),
+            sampled=sampled,
+            sampled_rows=[
+                SampledRow(r.rid, r.slot, r.sampling, r.seed, r.num_prompt, r.num_known) for r in asking
+            ],
             logit_tokens=ends[finishing] - 1,
+            requests=asking,
+            pending=pending,
         )
 
     def _check(self, requests: Sequence[RowRequest], num_new: Ints, lengths: Ints, known: Ints) -> None:
@@ -134,6 +196,19 @@ class BatchBuilder:
             raise ValueError(
                 f"request {requests[i].rid}: {num_new[i]} new tokens up to {lengths[i]} planned, but it has "
                 f"{known[i]} tokens and {covered[i]} blocks of {self.block_size}"
+            )
+
+    def _check_window(self, requests: Sequence[RowRequest], tables: Ints, num_computed: Ints) -> None:
+        """Blocks are given up from the front, so the first one that is attended to stands for the rest."""
+        oldest = np.zeros_like(num_computed)
+        if self.window is not None:
+            oldest = np.maximum(num_computed + 1 - self.window, 0)
+        missing = tables[np.arange(len(tables)), oldest // self.block_size] == NO_BLOCK
+        if missing.any():
+            i = int(missing.argmax())
+            raise ValueError(
+                f"request {requests[i].rid} attends to positions from {oldest[i]} on, but its block "
+                f"{oldest[i] // self.block_size} was given up"
             )
 
     def _hold(self, request: RowRequest) -> None:

@@ -75,6 +75,11 @@ class KVCache:
         """Bytes of the whole pool."""
         return self.num_blocks * self.bytes_per_block
 
+    @property
+    def paged(self) -> list[Tensor]:
+        """Keys of each layer, then values of each: views [num_blocks, elements of a block]."""
+        return [layer.view(self.num_blocks, -1) for layer in (*self.k, *self.v)]
+
     def scrub(self, blocks: Sequence[int]) -> None:
         """Replace non-finite keys and values in these blocks by 0, keeping all finite ones.
 
@@ -84,6 +89,5 @@ class KVCache:
         if not blocks:
             return
         index = torch.tensor(list(blocks), device=self.device)
-        for layer in (*self.k, *self.v):
-            paged = layer.view(self.num_blocks, -1)
+        for paged in self.paged:
             paged[index] = torch.nan_to_num(paged[index], nan=0.0, posinf=0.0, neginf=0.0)

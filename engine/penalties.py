@@ -6,13 +6,32 @@ Sources: repetition, arXiv 1909.05858; presence and frequency as OpenAI's API de
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import RowRequest
 from ipc.messages import Sampling
+
+
+class SampledRequest(Protocol):
+    """What choosing a token reads of a request."""
+
+    @property
+    def rid(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def num_prompt(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def token_ids(self) -> list[int]: ...  # prompt and output
 
 
 def has_penalty(s: Sampling) -> bool:
@@ -34,7 +53,7 @@ class Penalties:
         """Forget all slots."""
         self._seen.clear()
 
-    def apply(self, scores: Tensor, requests: Sequence[RowRequest]) -> bool:
+    def apply(self, scores: Tensor, requests: Sequence[SampledRequest]) -> bool:
         """Change scores [rows, vocab_size] in place, row i for requests[i]. Whether there was anything to do.
 
         A repetition penalty r divides positive scores by r and multiplies others, for every token of prompt
@@ -64,7 +83,7 @@ class Penalties:
         scores[row_of, token_of] = values - torch.from_numpy(taken_off).to(device)
         return True
 
-    def _of(self, request: RowRequest) -> _Seen:
+    def _of(self, request: SampledRequest) -> _Seen:
         seen = self._seen.get(request.slot)
         if seen is None or seen.rid != request.rid or seen.num_tokens > request.num_tokens:
             seen = self._seen[request.slot] = _Seen(request.rid)

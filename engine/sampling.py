@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import RowRequest
 from engine.draw import draw_all, draw_top_k, max_of_rows
-from engine.penalties import Penalties, has_penalty
+from engine.penalties import Penalties, SampledRequest, has_penalty
 from ipc.messages import Sampling, TokenLogprob, TopLogprob
 
 GREEDY_BELOW = 1e-5
@@ -46,7 +45,7 @@ def is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
 
 
-def is_plain(request: RowRequest) -> bool:
+def is_plain(request: SampledRequest) -> bool:
     """Whether a row needs the largest logit and nothing else."""
     s = request.sampling
     return (
@@ -75,7 +74,7 @@ class Sampler:
         """Forget all slots' counts."""
         self._penalties.clear()
 
-    def sample(self, logits: Tensor, requests: Sequence[RowRequest]) -> Sampled:
+    def sample(self, logits: Tensor, requests: Sequence[SampledRequest]) -> Sampled:
         """Choose the next token of each request from float32 logits [rows, vocab_size].
 
         The logits are not changed. The host waits for the device once, besides what top-p needs.
@@ -98,7 +97,7 @@ class Sampler:
                 logprobs[i] = None if bad[i] else found
         return Sampled([None if token < 0 else token for token in host], logprobs, bad)
 
-    def _choose(self, logits: Tensor, best: Tensor, at: Tensor, requests: Sequence[RowRequest]) -> Tensor:
+    def _choose(self, logits: Tensor, best: Tensor, at: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
         """Ids [rows] of the rows ``at`` of logits, of which the drawn ones come first."""
         if len(requests) > self._scratch.shape[0]:
             self._scratch = torch.empty(len(requests), self.vocab_size, device=self.device)
@@ -116,7 +115,7 @@ class Sampler:
             ids[:drawn] = self._draw(scores[:drawn], highest[:drawn], requests[:drawn])
         return ids
 
-    def _hide_ends(self, scores: Tensor, requests: Sequence[RowRequest]) -> bool:
+    def _hide_ends(self, scores: Tensor, requests: Sequence[SampledRequest]) -> bool:
         """Hide the tokens that would end a request which has not reached its ``min_tokens``."""
         rows: list[int] = []
         tokens: list[int] = []
@@ -132,7 +131,7 @@ class Sampler:
             )
         return bool(rows)
 
-    def _draw(self, scores: Tensor, highest: Tensor, requests: Sequence[RowRequest]) -> Tensor:
+    def _draw(self, scores: Tensor, highest: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
         """Draw from rows of scores, which are overwritten."""
         settings = [request.sampling for request in requests]
         seeds = np.array([request.seed for request in requests], dtype=np.uint64)
@@ -181,7 +180,7 @@ class _Top:
         }
 
 
-def _top_logprobs(logits: Tensor, ids: Tensor, requests: Sequence[RowRequest]) -> _Top | None:
+def _top_logprobs(logits: Tensor, ids: Tensor, requests: Sequence[SampledRequest]) -> _Top | None:
     rows = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None]
     if not rows:
         return None

@@ -24,8 +24,8 @@ class Rows:
 
     Row r computes ``num_new[r]`` tokens from position ``num_computed[r]`` on, which are the step's tokens
     [starts[r], starts[r] + num_new[r]). ``tables[r]`` lists its blocks, of which the first
-    ceil(length / block_size) count. The first ``num_single`` rows have one new token each and are sorted by
-    their length, longest first.
+    ceil(length / block_size) count; leading ones that no layer attends to may be -1, no block at all. The
+    first ``num_single`` rows have one new token each and are sorted by their length, longest first.
     """
 
     starts: Ints

@@ -16,6 +16,7 @@ from engine.layers.mlp import GatedMLP
 from engine.layers.norm import head_rms_norm, rms_norm
 from engine.layers.rope import RotaryTable, rotate_
 from engine.models.spec import ModelSpec
+from engine.timing import Part, PartTimer, no_mark
 
 SAMPLE_ELEMENTS = 16 << 20  # of weights, for measuring linear layers at load
 
@@ -69,6 +70,7 @@ class Decoder:
         head = self.embed if spec.tie_word_embeddings else take("head")
         self.head = Linear(head, None, self.choice, torch.float32)
         self.rotary = RotaryTable(spec.rope, max_len, device)
+        self.timer: PartTimer | None = None  # times the parts of each forward pass while it is there
 
     def _choose(self, weights: MutableMapping[str, Tensor]) -> Choice:
         samples, elements = [], 0
@@ -122,25 +124,36 @@ class Decoder:
         """
         spec, eps = self.spec, self.spec.rms_norm_eps
         rotated, heads = spec.num_heads + spec.num_kv_heads, spec.num_heads
+        mark = no_mark if self.timer is None else self.timer.begin()
         x = F.embedding(ids, self.embed).to(self.activation_dtype)  # new memory, which the layers add to
         cos, sin = self.rotary.at(positions, self.activation_dtype)
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(
-                -1, rotated + spec.num_kv_heads, spec.head_dim
-            )
+            normed = rms_norm(x, layer.input_norm, eps)
+            mark(Part.OTHER)
+            qkv = layer.qkv(normed).view(-1, rotated + spec.num_kv_heads, spec.head_dim)
+            mark(Part.LINEAR)
             qk = qkv[:, :rotated]
             if layer.head_norm is not None:
                 qk.copy_(head_rms_norm(qk, layer.head_norm, eps))
             rotate_(qk, cos, sin)
+            mark(Part.OTHER)
             stored = qkv.to(kv.dtype)
             q, k, v = stored[:, :heads], stored[:, heads:rotated], stored[:, rotated:]
             kv.k[i].index_copy_(0, slots, k)
             kv.v[i].index_copy_(0, slots, v)
-            x += layer.out(attention.attend(i, q, k, v))
-            x += layer.mlp(rms_norm(x, layer.post_norm, eps))
+            attended = attention.attend(i, q, k, v)
+            mark(Part.ATTENTION)
+            x += layer.out(attended)
+            mark(Part.LINEAR)
+            normed = rms_norm(x, layer.post_norm, eps)
+            mark(Part.OTHER)
+            x += layer.mlp(normed)
+            mark(Part.LINEAR)
         if logit_rows is not None:
             x = x.index_select(0, logit_rows)
-        return self.head(rms_norm(x, self.norm, eps))
+        logits = self.head(rms_norm(x, self.norm, eps))
+        mark(Part.HEAD)
+        return logits
 
     @property
     def weight_bytes(self) -> int:
