@@ -1,37 +1,21 @@
-"""The figures panels show of a stretch of steps: KPIs, stage times and the roofline, with why one is None."""
+"""The figures panels show of a stretch of steps: KPIs and the roofline, with why one is None."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from app.model.series import F64, Ring, percentiles
-from ipc.messages import ApplyMode, DeviceInfo, KnobValue, RequestRow, StepRow
-
-STAGES = ("plan", "prepare", "forward", "sample", "detokenize", "publish")
-STEP_COLUMNS = (
-    "t_s", "step_s", "plan_s", "prepare_s", "forward_s", "sample_s", "detokenize_s", "publish_s",
-    "prefill_tok", "decode_tok", "running", "waiting", "preempted", "recompute_tok",
-    "used_blk", "cached_blk", "free_blk", "used_tok", "query_tok", "hit_tok",
-    "weight_bytes", "kv_bytes", "flops", "cfg_rev",
-)  # fmt: skip
-_US = 1e-6
+from app.model.requests import Key
+from app.model.series import percentiles
+from app.model.stages import stage_times
+from app.model.steps import StepWindow
+from ipc.messages import ApplyMode, DeviceInfo, KnobValue, Preempted, RequestRow
 
 # Above these shares of the measured peaks a step counts as bound by memory or compute; below, by neither.
 MEMORY_BOUND_SHARE, COMPUTE_BOUND_SHARE, OVERHEAD_SHARE = 0.60, 0.45, 0.30
-
-
-def step_values(row: StepRow, t_s: float) -> tuple[float, ...]:
-    """One row of a `Ring` with `STEP_COLUMNS`."""
-    return (
-        t_s, row.dur_us * _US, row.plan_us * _US, row.prepare_us * _US, row.forward_us * _US,
-        row.sample_us * _US, row.detokenize_us * _US, row.publish_us * _US,
-        row.prefill_tok, row.decode_tok, row.running, row.waiting, row.preempted, row.recompute_tok,
-        row.used_blk, row.cached_blk, row.free_blk, row.used_tok, row.query_tok, row.hit_tok,
-        row.weight_bytes, row.kv_bytes, row.flops, row.cfg_rev,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +52,8 @@ class Kpis:
     hit_rate: Figure
     bandwidth_share: Figure  # modelled bytes per second of step time / measured copy bandwidth
     preemptions: Figure
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """Mean and standard deviation of each stage of a step, in seconds, over the trailing window."""
-
-    n: int
-    mean_s: dict[str, float]  # plan, prepare, forward, sample, detokenize, publish, other
-    std_s: dict[str, float]
-    total_mean_s: float | None
-    outside_forward_share: float | None
+    recompute_share: Figure  # of forward time, by tokens computed once already
+    result_cached: Figure  # answers from the result cache, in no latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +85,24 @@ class Marker:
     took_s: float
     preempted: int
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A running request lost its place, at ``t_s`` of the console's clock."""
+
+    t_s: float
+    key: Key
+    event: Preempted
+
+
+@dataclass(frozen=True, slots=True)
+class SeatUse:
+    """How full the batch was: means over the steps of a stretch, weighted by their time."""
+
+    busy: float
+    seats: float | None  # as many as `max_num_seqs` allows; None where that is not known
+    share: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,44 +141,6 @@ def patch_label(patch: dict[str, KnobValue]) -> str:
 def ratio(part: float, whole: float) -> float | None:
     """part / whole, None where it is undefined."""
     return part / whole if whole > 0 and math.isfinite(whole) else None
-
-
-class StepWindow:
-    """The rows of a step ring that began from ``t0_s`` to ``t1_s`` (None: now), and the sums over them."""
-
-    def __init__(self, ring: Ring, t0_s: float, t1_s: float | None = None) -> None:
-        self._ring = ring
-        self._newest = ring.newest_since("t_s", t0_s)
-        times = ring.column("t_s", self._newest)
-        self.n = self._newest if t1_s is None else int(np.searchsorted(times, t1_s, side="right"))
-
-    def column(self, name: str) -> F64:
-        return self._ring.column(name, self._newest)[: self.n]
-
-    def total(self, name: str) -> float:
-        return float(self.column(name).sum())
-
-    def last(self, name: str) -> float:
-        return float(self.column(name)[-1])
-
-
-def stage_times(window: StepWindow) -> StageTimes:
-    """Means and deviations of the stages; ``other`` is what none of them covers (publish of the step before
-    lies outside its own step's duration)."""
-    if window.n == 0:
-        return StageTimes(0, {}, {}, None, None)
-    columns = {stage: window.column(f"{stage}_s") for stage in STAGES}
-    step = window.column("step_s")
-    inside = sum((columns[stage] for stage in STAGES if stage != "publish"), np.zeros(window.n))
-    columns["other"] = np.maximum(step - inside, 0.0)
-    whole = step.sum() + columns["publish"].sum()
-    return StageTimes(
-        n=window.n,
-        mean_s={stage: float(column.mean()) for stage, column in columns.items()},
-        std_s={stage: float(column.std()) for stage, column in columns.items()},
-        total_mean_s=float(step.mean()),
-        outside_forward_share=ratio(float(whole - columns["forward"].sum()), float(whole)),
-    )
 
 
 def roofline(window: StepWindow, device: DeviceInfo | None) -> Roofline:
@@ -230,6 +185,22 @@ def roofline(window: StepWindow, device: DeviceInfo | None) -> Roofline:
     )
 
 
+def seat_use(window: StepWindow, configs: Mapping[int, Mapping[str, KnobValue]]) -> SeatUse | None:
+    """The use of seats while steps ran, None where none did; ``configs`` are knob values by revision."""
+    took = window.column("step_s")
+    total_s = float(took.sum())
+    if total_s <= 0:
+        return None
+    busy = float(window.column("running") @ took) / total_s
+    revs, seats = window.column("cfg_rev"), 0.0
+    for rev in np.unique(revs):
+        value = configs.get(int(rev), {}).get("max_num_seqs")
+        if not isinstance(value, int) or isinstance(value, bool):
+            return SeatUse(busy, None, None)
+        seats += value * float(took[revs == rev].sum()) / total_s
+    return SeatUse(busy, seats, ratio(busy, seats))
+
+
 def step_stats(window: StepWindow, span_s: float, device: DeviceInfo | None, block_size: int) -> dict[
     str, float | int | None
 ]:  # fmt: skip
@@ -243,6 +214,8 @@ def step_stats(window: StepWindow, span_s: float, device: DeviceInfo | None, blo
     times = stage_times(window)
     for stage, mean in times.mean_s.items():
         stats[f"{stage}_mean_s"], stats[f"{stage}_std_s"] = mean, times.std_s[stage]
+        stats[f"{stage}_share"] = times.share[stage]
+    stats |= {"whole_mean_s": times.total_mean_s, "hidden_mean_s": times.hidden_mean_s}
     used = window.column("used_blk")
     blocks = used + window.column("cached_blk") + window.column("free_blk")
     held = float(used.sum()) * block_size
@@ -253,12 +226,15 @@ def step_stats(window: StepWindow, span_s: float, device: DeviceInfo | None, blo
         "prefill_tok": int(window.total("prefill_tok")),
         "decode_tok": int(window.total("decode_tok")),
         "recompute_tok": int(window.total("recompute_tok")),
+        "recompute_share": ratio(window.total("recompute_s"), window.total("forward_s")),
         "preemptions": int(window.total("preempted")),
         "running_mean": float(window.column("running").mean()),
         "waiting_mean": float(window.column("waiting").mean()),
         "kv_used_peak_share": ratio(float(used.max()), float(blocks[-1])),
         "kv_waste_share": ratio(held - window.total("used_tok"), held),
         "hit_rate": ratio(window.total("hit_tok"), window.total("query_tok")),
+        "host_hit_tok": int(window.total("host_hit_tok")),
+        "copied_blk": int(window.total("copied_blk")),
         "model_bytes_per_step_s": roof.bandwidth_bytes_s,
         "bandwidth_share": ratio(roof.bandwidth_bytes_s or 0.0, roof.peak_bytes_s or 0.0),
         "flops_per_step_s": roof.flops_s,

@@ -1,7 +1,8 @@
 """`RequestBook`: every request the engine told of, live and ended, and the latency samples they give.
 
 A request gives at most one TTFT sample, when its first token is heard of, and one TPOT sample when it ended
-well with two tokens or more. Engines number requests from 1, so a key holds the engine's number too.
+well with two tokens or more. An answer from the result cache cost nothing and gives no latency: it is counted
+apart. Engines number requests from 1, so a key holds the engine's number too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from app.model.series import Ring
+from app.model.stages import REQUEST_COLUMNS, request_stages
 from ipc.messages import RequestRow
 
 SHOWN_ENDED = 2000
@@ -62,6 +64,8 @@ class RequestBook:
         self.queue = Ring(("t_s", "value"), 65_536)
         self.e2e = Ring(("t_s", "value"), 65_536)
         self.ended_kind = Ring(("t_s", "value"), 65_536)  # 1 good, 0 failed; cancelled ones are neither
+        self.result_cached = Ring(("t_s", "value"), 65_536)  # 1 each
+        self.stages = Ring(REQUEST_COLUMNS, 32_768)
         self._engine = 0
         self._live: dict[Key, RequestView] = {}
         self._ended: OrderedDict[Key, RequestView] = OrderedDict()
@@ -97,12 +101,14 @@ class RequestBook:
             self.rev += 1
             self.forgot_rev = self.rev
 
-    def take(self, rows: Iterable[RequestRow], offset_ns: int) -> None:
-        """Rows in order of arrival; ``offset_ns`` is the engine's clock minus ours."""
+    def take(self, rows: Iterable[RequestRow], offset_ns: int) -> list[RequestRow]:
+        """Rows in order of arrival; ``offset_ns`` is the engine's clock minus ours. Returns what was news."""
+        news: list[RequestRow] = []
         for row in rows:
             key = (self._engine, row.rid)
             if key in self._ended:
                 continue  # its end is known; an older row came late
+            news.append(row)
             view = RequestView(
                 key=key,
                 row=row,
@@ -122,10 +128,11 @@ class RequestBook:
                 self._end(view)
             else:
                 self._live[key] = view
+        return news
 
     def _sample_first(self, view: RequestView, offset_ns: int) -> None:
         row = view.row
-        if view.ttft_s is None or row.first_ns is None or view.key in self._ttft_seen:
+        if view.ttft_s is None or row.first_ns is None or view.key in self._ttft_seen or row.result_cached:
             return
         self._ttft_seen.add(view.key)
         t_s = (row.first_ns - offset_ns) * _NS
@@ -140,15 +147,20 @@ class RequestBook:
         t_s = (row.end_ns - offset_ns) * _NS
         good = row.finish in ("stop", "length")
         _add(self.ended_kind, t_s, float(good))
-        if not good:
+        if row.result_cached:
+            _add(self.result_cached, t_s, 1.0)
+        if not good or row.result_cached:
             return
+        stages = request_stages(row, _rising(self.stages, t_s))
+        if stages is not None:
+            self.stages.append(stages)
         if view.tpot_s is not None:
             _add(self.tpot, t_s, view.tpot_s)
         if view.e2e_s is not None:
             _add(self.e2e, t_s, view.e2e_s)
         if row.itl_us:
-            floor = float(self.itl.column("t_s", 1)[0]) if len(self.itl) else t_s
-            self.itl.append([(max(t_s, floor), gap * 1e-6) for gap in row.itl_us])
+            at_s = _rising(self.itl, t_s)
+            self.itl.append([(at_s, gap * 1e-6) for gap in row.itl_us])
 
     def _end(self, view: RequestView) -> None:
         self._ended[view.key] = view
@@ -163,6 +175,15 @@ class RequestBook:
     @property
     def live(self) -> int:
         return len(self._live)
+
+    @property
+    def engine(self) -> int:
+        """Which engine process of this window the newest rows are of."""
+        return self._engine
+
+    def find(self, key: Key) -> RequestView | None:
+        """One request, live or ended, as far as it is kept."""
+        return self._live.get(key) or self._ended.get(key)
 
     def rows(self) -> list[RequestView]:
         """Live requests, newest first, then the newest `SHOWN_ENDED` that ended."""
@@ -181,7 +202,10 @@ class RequestBook:
         return tuple(row for row in rows if row.end_ns is not None and row.end_ns >= t0_ns)
 
 
+def _rising(ring: Ring, t_s: float) -> float:
+    """``t_s``, or the time of the newest sample where that is later, so that a window is a slice."""
+    return max(t_s, float(ring.column("t_s", 1)[0])) if len(ring) else t_s
+
+
 def _add(ring: Ring, t_s: float, value: float) -> None:
-    """Append a sample; its time never falls, so that a window is a slice."""
-    floor = float(ring.column("t_s", 1)[0]) if len(ring) else t_s
-    ring.append((max(t_s, floor), value))
+    ring.append((_rising(ring, t_s), value))

@@ -100,13 +100,19 @@ class BinTable:
             row, slot = self._at[column], number % self.capacity
             self._data[row, slot] = self._data[row, slot + self.capacity] = value
 
-    def add(self, number: int, column: str, value: float) -> None:
-        """Add to one value of a held bin, an empty one counting as 0."""
+    def add_row(self, number: int, values: F64, put: NDArray[np.bool_]) -> None:
+        """Add a value to every column of a held bin, an empty one counting as 0; set those of ``put``."""
         if self.holds(number):
-            row, slot = self._at[column], number % self.capacity
-            old = self._data[row, slot]
-            new = value if math.isnan(old) else old + value
-            self._data[row, slot] = self._data[row, slot + self.capacity] = new
+            slot = number % self.capacity
+            old = self._data[:, slot]
+            new = np.where(put, values, np.where(np.isnan(old), 0.0, old) + values)
+            self._data[:, slot] = self._data[:, slot + self.capacity] = new
+
+    def row(self, number: int) -> dict[str, float]:
+        """All values of a bin, NaN where it is empty or not held."""
+        if not self.holds(number):
+            return dict.fromkeys(self.columns, math.nan)
+        return dict(zip(self.columns, self._data[:, number % self.capacity].tolist(), strict=True))
 
     def get(self, number: int, column: str) -> float:
         """One value, NaN where the bin is empty or not held."""

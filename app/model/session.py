@@ -9,29 +9,30 @@ Everything is bounded: hours at ten batches a second take no more memory than th
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
 from app.model.figures import (
-    STEP_COLUMNS,
     Figure,
     Gap,
     Kpis,
     LiveWindow,
     Marker,
+    Preemption,
     Roofline,
-    StageTimes,
-    StepWindow,
+    SeatUse,
     patch_label,
     ratio,
     roofline,
-    stage_times,
+    seat_use,
     step_stats,
-    step_values,
 )
-from app.model.requests import RequestBook, RequestView
+from app.model.holes import Holes
+from app.model.requests import Key, RequestBook, RequestView
+from app.model.seats import Bars, SeatBook
 from app.model.series import BinTable, Ring, percentiles
+from app.model.stages import StageTimes, request_times, stage_times
+from app.model.steps import STEP_COLUMNS, StepWindow, step_values
 from app.model.timeline import TIMELINE_COLUMNS, Now, Timeline, kv_shares, sample
 from app.net.types import Batch, BlockView, LinkState, LinkStatus
 from ipc.messages import (
@@ -44,6 +45,7 @@ from ipc.messages import (
     KnobValue,
     LogLine,
     ModelInfo,
+    Preempted,
     StepRow,
 )
 
@@ -55,29 +57,18 @@ __all__ = [
     "Kpis",
     "LiveWindow",
     "Marker",
+    "Preemption",
     "RequestView",
     "Roofline",
+    "SeatUse",
     "SessionModel",
     "StageTimes",
 ]
 
 NO_TRAFFIC = "no traffic"
 
-_HOLE_S = 3.0  # a hole in the steps that no snapshot filled by then is a gap
 _KEPT_CONFIGS = 500
 _NS = 1e-9
-
-
-@dataclass(slots=True)
-class _Hole:
-    """Step numbers that did not arrive: how many are missing still, and around when."""
-
-    first: int
-    last: int
-    missing: int
-    t0_s: float
-    t1_s: float
-    seen_s: float
 
 
 class SessionModel:
@@ -99,16 +90,18 @@ class SessionModel:
         self.kernels = ""
         self.markers: deque[Marker] = deque(maxlen=500)
         self.gaps: deque[Gap] = deque(maxlen=500)
+        self.preemptions: deque[Preemption] = deque(maxlen=2000)
         self.logs: deque[LogLine] = deque(maxlen=2000)
         self.log_total = 0  # lines ever taken in, so that a view knows what is new
         self.dropped_rows = 0
         self._book = RequestBook()
+        self._seats = SeatBook()
         self._configs: dict[int, dict[str, KnobValue]] = {}  # by revision, of the present engine
         self._steps = Ring(STEP_COLUMNS, 131_072)
         self._timeline = Timeline(history_s)
         self._last_step: int | None = None
         self._last_end_s = 0.0
-        self._holes: list[_Hole] = []
+        self._holes = Holes()
         self._session_starts: deque[float] = deque(maxlen=100)
         self._begun_s: float | None = None
 
@@ -144,23 +137,28 @@ class SessionModel:
         self.logs.extend(batch.logs)
         self.log_total += len(batch.logs)
         self._take_steps(batch.steps, offset_ns)
-        self._book.take(batch.requests, offset_ns)
+        news = self._book.take(batch.requests, offset_ns)
+        self._take_preemptions(batch.preemptions, offset_ns)
+        self._seats.take(self._book.engine, news, batch.preemptions, offset_ns, self.now_s)
         if batch.live is not None:
             self._book.resynced(batch.live)
+            self._seats.keep_only(self._book.engine, batch.live)
         if batch.link.state is LinkState.DEAD:
             self._book.engine_ended()
+            self._seats.engine_ended()
         for event in batch.events:
             self._take_event(event, offset_ns)
         if batch.cfg is not None:
             self._configs[batch.cfg.rev] = dict(batch.cfg.values)
             while len(self._configs) > _KEPT_CONFIGS:
                 del self._configs[next(iter(self._configs))]
-        self._close_holes()
+        self.gaps.extend(self._holes.close(self.now_s))
         now = Now(self.now_s, self._book, self.state, self.heartbeat, self.link.state)
         self._timeline.draw(now)
 
     def _new_engine(self, now_s: float) -> None:
         self._book.new_engine()
+        self._seats.engine_ended()
         self._last_step = None
         self._holes.clear()
         self._configs.clear()
@@ -188,6 +186,11 @@ class SessionModel:
             )
         )
 
+    def _take_preemptions(self, events: list[Preempted], offset_ns: int) -> None:
+        for event in events:
+            t_s = (event.t_ns - offset_ns) * _NS
+            self.preemptions.append(Preemption(t_s, (self._book.engine, event.rid), event))
+
     def _take_steps(self, rows: list[StepRow], offset_ns: int) -> None:
         new: list[tuple[float, ...]] = []
         for row in rows:
@@ -195,28 +198,16 @@ class SessionModel:
             values = step_values(row, t_s)
             self._timeline.add_step(t_s, values)
             if self._last_step is not None and row.step <= self._last_step:
-                self._fill_hole(row.step)  # a snapshot brought it late: its bin has it, the ring is in order
+                self._holes.fill(row.step)  # a snapshot brought it late: its bin has it, the ring is in order
                 continue
             if self._last_step is not None and row.step > self._last_step + 1:
-                first, last = self._last_step + 1, row.step - 1
-                self._holes.append(_Hole(first, last, last - first + 1, self._last_end_s, t_s, self.now_s))
+                self._holes.open(self._last_step + 1, row.step - 1, self._last_end_s, t_s, self.now_s)
             self._last_step, self._last_end_s = row.step, t_s + row.dur_us * 1e-6
             new.append(values)
         if rows:
             self.attention, self.kernels = rows[-1].attention, rows[-1].kernels
         if new:
             self._steps.append(new)
-
-    def _fill_hole(self, step: int) -> None:
-        for hole in self._holes:
-            if hole.first <= step <= hole.last:
-                hole.missing -= 1
-
-    def _close_holes(self) -> None:
-        for hole in [h for h in self._holes if h.missing <= 0 or self.now_s - h.seen_s > _HOLE_S]:
-            self._holes.remove(hole)
-            if hole.missing > 0:
-                self.gaps.append(Gap(hole.t0_s, hole.t1_s, f"{hole.missing} step rows were lost"))
 
     # --- figures ---------------------------------------------------------------------------------
 
@@ -282,6 +273,12 @@ class SessionModel:
             ),
             bandwidth_share=of_steps(share, "the machine's copy bandwidth was not measured"),
             preemptions=of_steps(steps.total("preempted"), ""),
+            recompute_share=of_steps(
+                ratio(steps.total("recompute_s"), steps.total("forward_s")), "no forward pass took any time"
+            ),
+            result_cached=Figure(
+                float(sample(book.result_cached, self.now_s - span_s, self.now_s).size), None, span_s
+            ),
         )
 
     def _present(self, name: str) -> Figure:
@@ -306,6 +303,18 @@ class SessionModel:
         """Where the time of a step goes, over the last ``window_s`` seconds."""
         return stage_times(self._window())
 
+    def request_stages(self) -> StageTimes:
+        """Where the time of the requests went that ended well in the last ``window_s`` seconds."""
+        return request_times(self._book.stages, self.now_s - self.window_s)
+
+    def bars(self, t0_s: float, t1_s: float) -> Bars:
+        """Who sat where and when, for the timeline of requests."""
+        return self._seats.bars(t0_s, t1_s)
+
+    def seat_use(self, t0_s: float, t1_s: float) -> SeatUse | None:
+        """How full the batch was while steps ran; None where none did."""
+        return seat_use(StepWindow(self._steps, t0_s, t1_s), self._configs)
+
     def roofline(self) -> Roofline:
         """Memory- or compute-bound, over the last ``window_s`` seconds."""
         return roofline(self._window(), self.device)
@@ -320,6 +329,15 @@ class SessionModel:
     def request_rows(self) -> list[RequestView]:
         """Live requests, newest first, then the newest 2000 that ended."""
         return self._book.rows()
+
+    def request(self, key: Key) -> RequestView | None:
+        """One request, live or ended, as far as it is kept."""
+        return self._book.find(key)
+
+    @property
+    def engine_number(self) -> int:
+        """Which engine process of this window runs: the first half of its requests' keys."""
+        return self._book.engine
 
     def changed_requests(self, since_rev: int) -> list[RequestView] | None:
         """Those whose row changed after revision ``since_rev``, for a table that updates in place.

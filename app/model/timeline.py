@@ -8,13 +8,16 @@ their bins. A bin is drawn once it is over.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from app.model.figures import STAGES, STEP_COLUMNS, ratio
+from app.model.figures import ratio
 from app.model.requests import RequestBook
 from app.model.series import F64, BinTable, Ring, percentiles
+from app.model.stages import FORWARD_PARTS, OVERLAPPED, exposed_parts
+from app.model.steps import STEP_COLUMNS
 from app.net.types import LinkState
 from ipc.messages import EngineState, Heartbeat
 
@@ -32,19 +35,25 @@ TIMELINE_COLUMNS = (
     "model_bytes_s", "flops_s",  # modelled traffic per second of wall time
     "step_bytes_s", "step_flops_s",  # the same per second spent in steps
     "busy_share",  # of wall time spent in steps
-    "steps", "step_mean_s", "plan_s", "prepare_s", "forward_s", "sample_s", "detokenize_s", "publish_s",
+    "steps", "step_mean_s", "recompute_share",  # the last: of forward time
+    # A step's stages, means of the bin's steps: all its work, ...
+    "tokenize_s", "plan_s", "prepare_s", "copy_s", "forward_s", "sample_s", "detokenize_s", "send_s",
+    "publish_s", "attention_s", "linear_s", "head_s", "rest_s", "other_s",
+    # ... what the engine waited for (with forward, as far as it was not split: they add up to whole_s), ...
+    "exposed_plan_s", "exposed_prepare_s", "exposed_publish_s", "unsplit_s", "whole_s",
+    "hidden_s",  # ... and what was done under a forward pass
     "rss_bytes", "cpu_percent", "cfg_rev",
 )  # fmt: skip
 
 BIN_S = 0.5
 _SETTLE_S = 0.25  # a bin is drawn this long after its end, when the engine's rows of it have arrived
-_SPREAD = (
-    "step_s", "plan_s", "prepare_s", "forward_s", "sample_s", "detokenize_s", "publish_s", "prefill_tok",
-    "decode_tok", "weight_bytes", "kv_bytes", "flops",
-)  # fmt: skip
-_AT_START = ("preempted", "query_tok", "hit_tok")
-_LATEST = ("running", "waiting", "used_blk", "cached_blk", "free_blk", "used_tok", "cfg_rev")
 _AT = {name: i for i, name in enumerate(STEP_COLUMNS)}
+_AT_START = ("preempted", "query_tok", "hit_tok")  # counted once, in the bin of the start
+_LATEST = ("running", "waiting", "used_blk", "cached_blk", "free_blk", "used_tok", "cfg_rev")
+_SUMS = ("n", *STEP_COLUMNS[1:])  # n: steps
+_ONCE = np.array([name in _AT_START for name in _SUMS])
+_PUT = np.array([name in _LATEST for name in _SUMS])
+_WORK = ("tokenize", "plan", "prepare", "copy", "forward", "sample", "detokenize", "send", "publish")
 _SILENT = (LinkState.DEAD, LinkState.UNRESPONSIVE, LinkState.OFFLINE)
 
 
@@ -83,13 +92,23 @@ def kv_shares(
     }
 
 
+def _stages(sums: Mapping[str, float]) -> dict[str, float | None]:
+    """A bin's stages a step. Where nothing was split the parts are 0, so that a stack of them has no gap."""
+    steps = sums["n"]
+    parts = exposed_parts(sums)
+    values = {f"{stage}_s": sums[f"{stage}_s"] / steps for stage in (*_WORK, "whole", "hidden")}
+    values |= {f"exposed_{stage}_s": parts[stage] / steps for stage in OVERLAPPED}
+    values |= {f"{part}_s": parts[part] / steps for part in (*FORWARD_PARTS, "other")}
+    return {**values, "unsplit_s": parts["forward"] / steps}
+
+
 class Timeline:
     """``line`` holds the drawn bins, with `TIMELINE_COLUMNS`."""
 
     def __init__(self, history_s: float) -> None:
         self.latency_window_s = 10.0  # over which percentiles are taken
         self.line = BinTable(TIMELINE_COLUMNS, BIN_S, max(2, int(history_s / BIN_S)))
-        self._sums = BinTable(("n", *_SPREAD, *_AT_START, *_LATEST), BIN_S, self.line.capacity)
+        self._sums = BinTable(_SUMS, BIN_S, self.line.capacity)
         self._dirty: set[int] = set()
 
     def add_step(self, t_s: float, values: tuple[float, ...]) -> None:
@@ -98,16 +117,13 @@ class Timeline:
         sums.advance(t_s + took_s)
         first, last = sums.bin_of(t_s), sums.bin_of(t_s + took_s)
         first_held = max(first, last - sums.capacity)
+        row = np.array(values)
+        row[0] = 1.0
         for number in range(first_held, last + 1):
             inside_s = min(t_s + took_s, (number + 1) * BIN_S) - max(t_s, number * BIN_S)
-            part = inside_s / took_s if last > first else 1.0
-            sums.add(number, "n", part)
-            for name in _SPREAD:
-                sums.add(number, name, part * values[_AT[name]])
-            for name in _AT_START:
-                sums.add(number, name, values[_AT[name]] if number == first else 0.0)
-            for name in _LATEST:
-                sums.put(number, name, values[_AT[name]])
+            part = np.where(_PUT, 1.0, inside_s / took_s if last > first else 1.0)
+            part[_ONCE] = float(number == first)
+            sums.add_row(number, row * part, _PUT)
             self._dirty.add(number)
 
     def draw(self, now: Now) -> None:
@@ -129,31 +145,33 @@ class Timeline:
             line.put(number, "rss_bytes", float(heartbeat.rss_bytes))
             if heartbeat.cpu_percent is not None:
                 line.put(number, "cpu_percent", heartbeat.cpu_percent)
-        steps = sums.get(number, "n")
+        found = sums.row(number)
+        steps = found["n"]
         if math.isnan(steps):
             self._draw_quiet(number, now)
             return
-        busy_s = sums.get(number, "step_s")
-        moved = sums.get(number, "weight_bytes") + sums.get(number, "kv_bytes")
+        busy_s, moved = found["step_s"], found["weight_bytes"] + found["kv_bytes"]
         values: dict[str, float | None] = {
             "steps": steps,
             "step_mean_s": busy_s / steps,
             "busy_share": min(1.0, busy_s / BIN_S),
-            "prefill_tok_s": sums.get(number, "prefill_tok") / BIN_S,
-            "decode_tok_s": sums.get(number, "decode_tok") / BIN_S,
-            "preempted": sums.get(number, "preempted"),
-            "running": sums.get(number, "running"),
-            "waiting": sums.get(number, "waiting"),
-            "cfg_rev": sums.get(number, "cfg_rev"),
-            "hit_rate": ratio(sums.get(number, "hit_tok"), sums.get(number, "query_tok")),
+            "prefill_tok_s": found["prefill_tok"] / BIN_S,
+            "decode_tok_s": found["decode_tok"] / BIN_S,
+            "preempted": found["preempted"],
+            "running": found["running"],
+            "waiting": found["waiting"],
+            "cfg_rev": found["cfg_rev"],
+            "hit_rate": ratio(found["hit_tok"], found["query_tok"]),
+            "recompute_share": ratio(found["recompute_s"], found["forward_s"]),
             "model_bytes_s": moved / BIN_S,
-            "flops_s": sums.get(number, "flops") / BIN_S,
+            "flops_s": found["flops"] / BIN_S,
             "step_bytes_s": ratio(moved, busy_s),
-            "step_flops_s": ratio(sums.get(number, "flops"), busy_s),
+            "step_flops_s": ratio(found["flops"], busy_s),
         }
-        values |= {f"{stage}_s": sums.get(number, f"{stage}_s") / steps for stage in STAGES}
-        used, cached, free = (sums.get(number, c) for c in ("used_blk", "cached_blk", "free_blk"))
-        values |= kv_shares(used, cached, free, sums.get(number, "used_tok"), now.block_size)
+        values |= _stages(found)
+        values |= kv_shares(
+            found["used_blk"], found["cached_blk"], found["free_blk"], found["used_tok"], now.block_size
+        )
         for name, value in values.items():
             line.put(number, name, math.nan if value is None else value)
 

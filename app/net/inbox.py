@@ -62,6 +62,7 @@ class Inbox:
             for row in changes.requests:
                 self._requests[row.rid] = row
             batch.events += changes.applies
+            batch.preemptions += changes.preemptions
             batch.logs += changes.logs
             batch.gpu += changes.gpus
             if changes.state_changed:
@@ -77,6 +78,7 @@ class Inbox:
                     state=blocks.state.copy(),
                     fill=blocks.fill.copy(),
                     owner=blocks.owner.copy(),
+                    num_host=blocks.num_host,
                 )
             self._bound(batch)
 
@@ -88,7 +90,8 @@ class Inbox:
         while len(self._requests) > _MAX_REQUESTS:
             del self._requests[next(iter(self._requests))]
             batch.dropped_rows += 1
-        del batch.events[:-_MAX_OTHERS], batch.logs[:-_MAX_OTHERS], batch.gpu[:-_MAX_OTHERS]
+        for others in (batch.events, batch.preemptions, batch.logs, batch.gpu):
+            del others[:-_MAX_OTHERS]
 
     def take(self, now_s: float) -> tuple[Batch, list[Callback]]:
         """The batch of everything new, and the callbacks to run."""

@@ -21,6 +21,7 @@ from ipc.messages import (
     KnobValue,
     LogLine,
     ModelInfo,
+    Preempted,
     Reply,
     RequestRow,
     StepRow,
@@ -69,17 +70,27 @@ class LinkStatus:
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """The block map, one entry a physical block: ``state`` [N] u8, ``fill`` [N] u16, ``owner`` [N] u32."""
+    """The block map, one entry a block: ``state`` [N] u8, ``fill`` [N] u16, ``owner`` [N] u32.
+
+    The last ``num_host`` entries are blocks of host memory.
+    """
 
     t_s: float
     block_size: int
     state: NDArray[np.uint8]
     fill: NDArray[np.uint16]
     owner: NDArray[np.uint32]
+    num_host: int = 0
 
     @property
     def num_blocks(self) -> int:
+        """All of them, in the pool and in host memory."""
         return int(self.state.shape[0])
+
+    @property
+    def num_pool(self) -> int:
+        """Those of the pool."""
+        return self.num_blocks - self.num_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +121,7 @@ class Batch:
     steps: list[StepRow] = field(default_factory=list)
     requests: list[RequestRow] = field(default_factory=list)  # the last row of each, ended ones always
     events: list[ApplyEvent] = field(default_factory=list)
+    preemptions: list[Preempted] = field(default_factory=list)
     logs: list[LogLine] = field(default_factory=list)
     gpu: list[GpuRow] = field(default_factory=list)
     blocks: BlockView | None = None

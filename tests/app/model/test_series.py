@@ -11,6 +11,11 @@ import pytest
 from app.model.series import BinTable, Ring, percentiles
 
 
+def add(bins: BinTable, t_s: float, value: float) -> None:
+    """Add to the bin of a time, in a table of one column."""
+    bins.add_row(bins.bin_of(t_s), np.array([float(value)]), np.array([False]))
+
+
 def test_a_window_of_a_ring_is_the_newest_rows_in_order_wherever_it_wraps() -> None:
     ring = Ring(("t", "v"), 7)
     for i in range(40):
@@ -38,11 +43,11 @@ def test_newest_since_counts_rows_by_a_column_that_never_falls() -> None:
 def test_bins_take_late_values_and_leave_gaps() -> None:
     bins = BinTable(("n",), 0.5, 10)
     bins.advance(10.1)
-    bins.add(bins.bin_of(10.1), "n", 1)
+    add(bins, 10.1, 1)
     bins.advance(11.6)
-    bins.add(bins.bin_of(10.7), "n", 2)  # late, and its bin exists
-    bins.add(bins.bin_of(10.7), "n", 3)
-    bins.add(bins.bin_of(2.0), "n", 9)  # long gone
+    add(bins, 10.7, 2)  # late, and its bin exists
+    add(bins, 10.7, 3)
+    add(bins, 2.0, 9)  # long gone
     values = bins.column("n")
     assert values[:2].tolist() == [1, 5]
     assert np.isnan(values[2:]).all()
@@ -53,7 +58,7 @@ def test_bins_forget_the_oldest_and_skip_long_pauses() -> None:
     bins = BinTable(("n",), 1.0, 3)
     for t in (0.0, 1.0, 2.0, 3.0):
         bins.advance(t)
-        bins.add(bins.bin_of(t), "n", t)
+        add(bins, t, t)
     assert bins.column("n").tolist() == [1, 2, 3]
     bins.advance(100.0)
     assert bins.times().tolist() == [98.5, 99.5, 100.5]
@@ -89,7 +94,7 @@ def test_appending_for_long_does_not_grow() -> None:
         for i in range(start, start + 6_000):
             ring.append((i / 10, i))
             bins.advance(i / 10)
-            bins.add(bins.bin_of(i / 10), "v", 1.0)
+            add(bins, i / 10, 1.0)
 
     go_on(0)
     before = (ring._data.nbytes, bins._data.nbytes)
