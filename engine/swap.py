@@ -18,7 +18,6 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from engine.kv_cache import KVCache
 from engine.plan import Arena, Copy
