@@ -1,15 +1,23 @@
-"""What becomes of the tokens of a step: text, stream items, and the one way in which a request ends."""
+"""What becomes of the tokens of a step, and the one way in which a request ends.
+
+The step thread appends a token, sees whether an end token or the request's length ends it, and hands it to
+`engine.delivery`, which makes the text, finds stop strings and tells the client.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from engine.block_pool import BlockView
-from engine.metrics import StepClock
-from engine.plan import StepPlan
+from engine.delivery import Batch, Delivery, NewToken, Outlet
+from engine.metrics import Meters, StageTotals
+from engine.plan import Preemption, StepPlan
 from engine.request import Request
+from engine.result_cache import Answer, ResultCache
 from engine.scheduler import Scheduler
+from engine.text import Tokenizer
 from ipc.messages import (
     ApplyEvent,
     Done,
@@ -32,18 +40,53 @@ NONFINITE = "non-finite logits: the model gave NaN or infinity for this request"
 
 
 class Answers:
-    """Live requests by id, and the events since the last flush. The step thread owns it.
+    """Live requests by id, and the events since the last flush. The step thread owns it, but for `enter`.
 
-    Every request enters through `begin` and leaves through `finish`, whatever ends it: stop, length, cancel,
-    a client that vanished, an error. That frees its blocks, flushes held text, ends its stream and gives
-    its last row, once.
+    Every request enters through `enter` and `begin` and leaves through `finish`, whatever ends it: stop,
+    length, cancel, a client that vanished, an error. That frees its blocks; its last tokens, its row and the
+    end of its stream follow from the delivery thread, once. ``sink`` is called by both threads: with what
+    happens to the engine by `flush`, with what clients are told by the delivery thread. ``on_stop`` is called
+    by the latter with the id of a request that has met a stop string; `stopped` must follow on the step thread.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        sink: Callable[[list[Event]], None],
+        *,
+        on_stop: Callable[[int], None],
+        results: ResultCache,
+        meters: Meters,
+        stages: StageTotals,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self.cfg_rev = 0
         self.live: dict[int, Request] = {}
         self.events: list[Event] = []
+        self.delivery = Delivery(sink, on_stop, results=results, meters=meters, clock_ns=clock_ns)
         self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._sink = sink
+        self._results = results
+        self._stages = stages
+        self._clock = clock_ns
+        self._rows: list[NewToken] = []  # of the delivery's next batch
+        self._computed_ns = 0
+
+    def enter(self, request: Request) -> bool:
+        """Prepare the way out of a request that was not begun yet; any thread.
+
+        True if its answer was known: then it is on its way and the request must not be begun.
+        """
+        ticket = self._results.ticket(request)
+        request.outlet = Outlet(request, self._tokenizer, ticket)
+        answer = self._results.get(ticket) if ticket is not None else None
+        if answer is None:
+            return False
+        request.outlet.ticket = None
+        self._replay(request, request.outlet, answer)
+        return True
 
     def begin(self, request: Request) -> None:
         """A request enters the queue."""
@@ -53,34 +96,54 @@ class Answers:
 
     def note_plan(self, plan: StepPlan) -> None:
         """Tell of the requests that planning moved."""
-        for request in plan.preempted:
-            self.events.append(request.row())
+        if plan.preemptions:
+            self.note_preempted(plan.preemptions)
         for request in plan.admitted:
+            request.stages_at = self._stages.now()
             if request.preempt_count == 0:
                 request.rev_first = self.cfg_rev
             self.events.append(request.row())
 
-    def accept(self, plan: StepPlan, out: StepOutput, clock: StepClock, clock_ns: Callable[[], int]) -> None:
-        """Take a step's tokens: append them, make text of them, end what has ended."""
-        now = clock.computed
-        taken: list[tuple[Request, int, TokenLogprob | None]] = []
+    def note_preempted(self, preemptions: Iterable[Preemption]) -> None:
+        """Tell of requests that have lost their place."""
+        now_ns = self._clock()
+        for each in preemptions:
+            self._leave_stages(each.request)
+            self.events.append(
+                Preempted(
+                    t_ns=now_ns,
+                    rid=each.request.rid,
+                    by=each.by,
+                    reason=each.reason,
+                    mode=each.mode,
+                    lost_tok=each.lost_tokens,
+                    swapped_blk=each.swapped_blocks,
+                    why=each.why[:256],
+                    cfg_rev=self.cfg_rev,
+                )
+            )
+            self.events.append(each.request.row())
+
+    def accept(self, plan: StepPlan, out: StepOutput, computed_ns: int) -> None:
+        """Take a step's tokens: append them and end what ends with them. Who has ended already gets none."""
+        self._computed_ns = computed_ns
         for index, scheduled in enumerate(plan.scheduled):
-            token = out.token_ids[index]
             request = scheduled.request
+            if request.is_finished:
+                continue
+            request.num_pending = 0
+            token = out.token_ids[index]
             if token is not None:
-                request.token_ids.append(token)
-                request.token_ns.append(now)
-                request.last_ns = now
-                if request.state == "prefill":
-                    self._begin_decode(request, now)
-                taken.append((request, token, out.logprobs[index]))
+                self._take(request, token, out.logprobs[index], computed_ns)
             elif out.nonfinite[index]:
                 self._scheduler.distrust(request)
-                self.finish(request, "error", now, code="internal", message=NONFINITE)
-        clock.accepted = clock_ns()
-        for request, token, logprob in taken:
-            self._deliver(request, token, logprob, now)
-        clock.detokenized = clock_ns()
+                self.finish(request, "error", computed_ns, code="internal", message=NONFINITE)
+
+    def stopped(self, rid: int, now_ns: int) -> None:
+        """A stop string was found in a request's text. It may have ended meanwhile."""
+        request = self.live.get(rid)
+        if request is not None:
+            self.finish(request, "stop", now_ns)
 
     def finish(
         self,
@@ -103,6 +166,36 @@ class Answers:
         for request in list(self.live.values()):
             self._end(request, finish, now_ns, code=code, message=message)
 
+    def flush(self) -> None:
+        """Give the sink what happened, then the delivery the new tokens and ends.
+
+        In this order, for the last row of a request must come after all its others.
+        """
+        events, self.events = self.events, []
+        if events:
+            self._sink(events)
+        rows, self._rows = self._rows, []
+        if rows:
+            self.delivery.put(Batch(self._computed_ns, self.cfg_rev, rows))
+        self.delivery.flush()
+
+    def _take(self, request: Request, token: int, logprob: TokenLogprob | None, now_ns: int) -> None:
+        request.token_ids.append(token)
+        request.token_ns.append(now_ns)
+        request.last_ns = now_ns
+        if request.first_ns is None:
+            request.first_ns = now_ns
+        if request.state == "prefill":
+            request.state = "decode"
+            self.events.append(request.row())
+        produced = len(request.token_ids) - request.num_prompt
+        stops = token in request.stop_ids and produced > request.sampling.min_tokens
+        self._rows.append(NewToken(_outlet(request), token, logprob, stops))
+        if stops:
+            self.finish(request, "stop", now_ns, stop_reason=token)
+        elif len(request.token_ids) >= request.max_total:
+            self.finish(request, "length", now_ns)
+
     def _end(
         self,
         request: Request,
@@ -116,64 +209,40 @@ class Answers:
         del self.live[request.rid]
         if request.preempted_at_ns is not None:
             request.preempted_ns += now_ns - request.preempted_at_ns
+        self._leave_stages(request)
         request.state, request.finish, request.end_ns = "finished", finish, now_ns
-        request.code, request.message, request.rev_last = code, message[:4096], self.cfg_rev
-        rest = request.detokenizer.flush() if request.detokenizer is not None else ""
-        row = request.row()
-        self.events.append(row)
-        streamed = request.stream
-        self.events.append(
-            Done(
-                rid=request.rid,
-                finish=finish,
-                text=rest if streamed else "".join(request.text_parts) + rest,
-                row=row,
-                ids=None if streamed else request.output_ids,
-                logprobs=None if streamed else request.logprobs,
-                stop_reason=stop_reason,
-                code=code,
-                message=request.message,
-            )
-        )
+        request.stop_reason, request.code, request.message = stop_reason, code, message[:4096]
+        request.rev_last = self.cfg_rev
+        self._rows.append(NewToken(_outlet(request), None))
 
-    def _begin_decode(self, request: Request, now_ns: int) -> None:
-        request.state = "decode"
-        if request.first_ns is None:
-            request.first_ns = now_ns
-        self.events.append(request.row())
+    def _leave_stages(self, request: Request) -> None:
+        """A request runs no more: what the engine spent meanwhile is its."""
+        if request.stages_at is not None:
+            now, then = self._stages.now(), request.stages_at
+            request.stage_ns = [
+                held + after - before
+                for held, after, before in zip(request.stage_ns, now, then, strict=True)
+            ]
+            request.stages_at = None
 
-    def _deliver(self, request: Request, token: int, logprob: TokenLogprob | None, now_ns: int) -> None:
-        """Release the text of one token and see whether it was the last. A stop id's own text is left out."""
-        sampling, detokenizer = request.sampling, request.detokenizer
-        produced = len(request.token_ids) - request.num_prompt
-        stopped = token in request.stop_ids and produced > sampling.min_tokens
-        text = ""
-        stop_reason: str | int | None = None
-        if stopped:
-            stop_reason = token
-        elif detokenizer is not None:
-            text = detokenizer.push((token,))
-            if detokenizer.matched is not None:
-                stopped, stop_reason = True, detokenizer.matched
-            elif produced == sampling.min_tokens:
-                detokenizer.watch(sampling.stop)
-        if request.stream:
-            self.events.append(
-                Tokens(
-                    rid=request.rid,
-                    index=produced - 1,
-                    ids=[token],
-                    text=text,
-                    t_ns=[now_ns],
-                    logprobs=None if logprob is None else [logprob],
-                )
-            )
-        else:
-            request.text_parts.append(text)
-            if logprob is not None:
-                request.logprobs = request.logprobs or []
-                request.logprobs.append(logprob)
-        if stopped:
-            self.finish(request, "stop", now_ns, stop_reason=stop_reason)
-        elif len(request.token_ids) >= request.max_total:
-            self.finish(request, "length", now_ns)
+    def _replay(self, request: Request, outlet: Outlet, answer: Answer) -> None:
+        """Send a known answer, as if all of it had been computed just now."""
+        now_ns = self._clock()
+        request.token_ids += answer.ids
+        request.token_ns = [now_ns] * len(answer.ids)
+        request.first_ns = request.last_ns = request.end_ns = now_ns
+        request.state, request.finish, request.stop_reason = "finished", answer.finish, answer.stop_reason
+        request.rev_first = request.rev_last = self.cfg_rev
+        request.result_cached = True
+        logprobs = answer.logprobs or [None] * len(answer.ids)
+        rows = [NewToken(outlet, token, logprob) for token, logprob in zip(answer.ids, logprobs, strict=True)]
+        if isinstance(answer.stop_reason, int):
+            rows[-1] = rows[-1]._replace(is_stop_id=True)
+        rows.append(NewToken(outlet, None))
+        self.delivery.put(Batch(now_ns, self.cfg_rev, rows, whole=True))
+
+
+def _outlet(request: Request) -> Outlet:
+    if request.outlet is None:
+        raise RuntimeError(f"request {request.rid} has no way out: it did not enter")
+    return request.outlet

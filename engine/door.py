@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.request import Request
+from engine.text import Tokenizer
+from ipc.codec import MAX_ENGINE_BYTES
 from ipc.messages import ErrorCode, Sampling
+
+MAX_WHOLE_CHARS = 1 << 20  # of the text of a `Done`
+# Most bytes of its other parts when encoded: an id, an id with its log-probability, the row with its gaps.
+_ID_BYTES = 5
+_LOGPROB_BYTES = 40
+_ROW_BYTES = 256 << 10
 
 
 class RequestRefused(Exception):
@@ -42,6 +50,24 @@ def check_fit(request: Request, needed_blocks: int, num_blocks: int, block_size:
             "too_large",
             f"{request.num_prompt} prompt tokens and up to {request.max_total - request.num_prompt} new ones "
             f"need {needed_blocks} blocks of {block_size} tokens, the pool has {num_blocks}; ask for fewer",
+        )
+
+
+def check_whole(request: Request, tokenizer: Tokenizer) -> None:
+    """Raise RequestRefused if an answer that is sent whole could be more than one message may hold.
+
+    The bound is that of the longest tokens, as what the model will say is not known.
+    """
+    tokens = request.max_total - request.num_prompt
+    each = tokenizer.max_token_utf8 + _ID_BYTES
+    if request.sampling.logprobs is not None:
+        each += _LOGPROB_BYTES * (request.sampling.logprobs + 1)
+    fits = min(MAX_WHOLE_CHARS // max(tokenizer.max_token_chars, 1), (MAX_ENGINE_BYTES - _ROW_BYTES) // each)
+    if tokens > fits:
+        raise RequestRefused(
+            "invalid",
+            f"an answer of {tokens} tokens may not fit into one message, which surely holds {fits} of this "
+            f"model's tokens; lower max_tokens to that, or have the answer streamed",
         )
 
 

@@ -19,18 +19,18 @@ import torch
 from engine.answer import Answers, Event
 from engine.block_pool import BlockView
 from engine.config import GIB, EngineConfig
-from engine.door import RequestRefused, check_fit, check_request
+from engine.door import RequestRefused, check_fit, check_request, check_whole
 from engine.knob_store import KnobStore, PatchRefused, Proposal
 from engine.kv_cache import KVCache
 from engine.memory import kv_pool_bytes
-from engine.metrics import StepClock, step_row
+from engine.metrics import Meters, StageTotals, StepClock, step_row
 from engine.models.loader import LoadedModel
 from engine.plan import StepPlan
 from engine.reconfigure import reconfigure, text_of
 from engine.request import Request
+from engine.result_cache import ResultCache
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerKnobs
-from engine.text import Detokenizer
 from ipc.messages import MAX_BLOCKS, ApplyEvent, DeviceInfo, EngineState, ErrorCode, KnobValue, Phase
 
 __all__ = ["BlockView", "EngineCore", "Event", "RequestRefused"]
@@ -45,9 +45,9 @@ BUSY_RETRY_MS = 1000
 class EngineCore:
     """One model, one scheduler, one step thread.
 
-    ``sink`` gets the events of each step on the step thread, at most once a step; it must not block. Stream
-    items name a request by its rid alone: whoever submitted it keeps the way back. Log lines go through
-    `logging`. ``clock_ns`` is the engine's monotonic clock.
+    ``sink`` gets the events of each step on the step thread, at most once a step, and what clients are told
+    on the delivery thread; it must not block. Stream items name a request by its rid alone: whoever submitted
+    it keeps the way back. Log lines go through `logging`. ``clock_ns`` is the engine's monotonic clock.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class EngineCore:
         self.knobs = knobs
         self.max_model_len = min(config.max_model_len or loaded.spec.max_model_len, loaded.spec.max_model_len)
         self.phase: Phase = "ready"
-        self._sink = sink
         self._device_info = device_info
         self._clock = clock_ns
         embed = loaded.weights["embed"]
@@ -95,12 +94,29 @@ class EngineCore:
             identity=f"{loaded.info.sha256 or loaded.info.path}|{loaded.info.name}|{self._dtype}",
             release_slot=self.runner.release,
         )
-        self.answers = Answers(self.scheduler)
+        self.text_meters = Meters()
+        self.stages = StageTotals()
+        info = loaded.info
+        self.results = ResultCache(
+            f"{info.sha256 or info.path}|{info.name}|{info.format}|{self._dtype}|{info.tokenizer_sha256}|"
+            f"{self.max_model_len}|{self.runner.kernels}"
+        )
+        self.answers = Answers(
+            self.scheduler,
+            loaded.tokenizer,
+            sink,
+            on_stop=lambda rid: self._put(rid),
+            results=self.results,
+            meters=self.text_meters,
+            stages=self.stages,
+            clock_ns=clock_ns,
+        )
         self.answers.cfg_rev = knobs.rev
+        self._obey()
 
         now = clock_ns()
         self._rids = itertools.count(1)
-        self._inbox: deque[Request | tuple[list[int], str] | Proposal] = deque()
+        self._inbox: deque[Request | tuple[list[int], str] | Proposal | int] = deque()
         self._wakeup = threading.Condition()
         self._closed = False
         self._since_ns = now
@@ -136,6 +152,18 @@ class EngineCore:
             raise RequestRefused("not_ready", f"the engine is {self.phase}: {self._reason}")
         check_request(request, vocab_size=self.loaded.spec.vocab_size, max_model_len=self.max_model_len)
         request.max_total = min(request.num_prompt + request.sampling.max_tokens, self.max_model_len)
+        if not request.stream:
+            check_whole(request, self.loaded.tokenizer)
+        request.stop_ids = frozenset(request.sampling.stop_token_ids) | (
+            frozenset() if request.sampling.ignore_eos else self.loaded.eos_token_ids
+        )
+        request.arrive_ns = request.arrive_ns or self._clock()
+        with self._wakeup:
+            if self._closed:
+                raise RequestRefused("not_ready", "the engine is stopping")
+            if self.answers.enter(request):
+                self._wakeup.notify()
+                return
         pool = self.scheduler.pool
         check_fit(request, self.scheduler.blocks_for(request), pool.num_blocks, pool.block_size)
         limit = int(self.knobs["max_num_queued"] or 0)
@@ -143,12 +171,6 @@ class EngineCore:
             raise RequestRefused(
                 "busy", f"{limit} requests are waiting already; come back later", BUSY_RETRY_MS
             )
-        sampling = request.sampling
-        request.detokenizer = Detokenizer(self.loaded.tokenizer, [] if sampling.min_tokens else sampling.stop)
-        request.stop_ids = frozenset(sampling.stop_token_ids) | (
-            frozenset() if sampling.ignore_eos else self.loaded.eos_token_ids
-        )
-        request.arrive_ns = request.arrive_ns or self._clock()
         self._put(request)
 
     def cancel(self, rids: Iterable[int], why: str = "cancelled") -> None:
@@ -211,9 +233,13 @@ class EngineCore:
         # What was loaded until now stays: a full collection that walks it would hold up a step.
         gc.collect()
         gc.freeze()
+        self.answers.delivery.start()
         try:
             self._run(stop)
         finally:
+            with self._wakeup:
+                self._closed = True
+            self.answers.delivery.stop()
             gc.unfreeze()
 
     def _run(self, stop: threading.Event) -> None:
@@ -286,7 +312,8 @@ class EngineCore:
             return
         clock.computed = self._clock()
         self.scheduler.advance(plan)
-        self.answers.accept(plan, out, clock, self._clock)
+        self.answers.accept(plan, out, clock.computed)
+        clock.accepted = clock.detokenized = self._clock()
         if self.config.check:
             self.scheduler.check()
         clock.end = self._clock()
@@ -316,6 +343,8 @@ class EngineCore:
                     self.knobs.abandon()
                 else:
                     self._apply(item, now_ns)
+            elif isinstance(item, int):
+                self.answers.stopped(item, now_ns)
             else:
                 rids, why = item
                 for rid in rids:
@@ -345,6 +374,7 @@ class EngineCore:
             self.knobs.abandon()
         else:
             self.answers.cfg_rev = self.knobs.commit(proposal)
+            self._obey()
         self._view_due = True
         self._view_ns = 0
         done_ns = self._clock()
@@ -367,6 +397,11 @@ class EngineCore:
             log.warning("change %d was rolled back: %s", proposal.apply_id, why)
         if self.phase == "applying":
             self._set_phase("ready", "")
+
+    def _obey(self) -> None:
+        """Have the parts that read no plan obey the knobs as they are."""
+        self.answers.delivery.batched = bool(self.knobs["batched_detokenize"])
+        self.results.configure(self.knobs.values)
 
     def _look_for_stall(self, plan: StepPlan | None, now_ns: int) -> None:
         """Work waits and nothing was done: after a while that is a stall, told to everybody."""
@@ -401,15 +436,11 @@ class EngineCore:
         self.answers.events.append(self.state())
 
     def _flush(self) -> None:
-        events = self.answers.events
-        if not events:
-            return
-        self.answers.events = []
         begin = self._clock()
-        self._sink(events)
+        self.answers.flush()
         self._publish_ns = self._clock() - begin
 
-    def _put(self, item: Request | tuple[list[int], str] | Proposal) -> None:
+    def _put(self, item: Request | tuple[list[int], str] | Proposal | int) -> None:
         with self._wakeup:
             if self._closed and isinstance(item, Request):
                 raise RequestRefused("not_ready", "the engine is stopping")

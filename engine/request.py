@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ipc.messages import ErrorCode, Finish, RequestRow, RequestState, Sampling, TokenLogprob
+from ipc.messages import ErrorCode, Finish, RequestRow, RequestState, Sampling
 
 if TYPE_CHECKING:
-    from engine.text import Detokenizer
+    from engine.delivery import Outlet
 
 NO_SLOT = -1
 NO_BLOCK = -1  # in a block table: a leading block that was released because it lies outside every window
@@ -52,13 +52,13 @@ class Request:
 
     __slots__ = (
         "arrive_ns", "block_keys", "block_table", "cache_salt", "cached_tokens", "code", "computed_tokens",
-        "detokenize_ns", "detokenizer", "end_ns", "finish", "first_ns", "high_water", "host_hit_tokens",
-        "last_ns", "logprobs", "lost_tokens", "max_total", "message", "miss_reason", "num_computed",
-        "num_keyed", "num_pending", "num_prompt", "order", "preempt_count", "preempt_reason",
+        "detokenize_ns", "end_ns", "finish", "first_ns", "high_water", "host_hit_tokens",
+        "last_ns", "lost_tokens", "max_total", "message", "miss_reason", "num_computed",
+        "num_keyed", "num_pending", "num_prompt", "order", "outlet", "preempt_count", "preempt_reason",
         "preempted_at_ns", "preempted_ns", "priority", "recompute_ns", "recompute_tokens", "result_cached",
         "resume_hit_tokens", "rev_first", "rev_last", "rid", "sampling", "sched_ns", "seed", "send_ns",
         "slot", "stage_ns", "stages_at", "state", "stop_ids", "stop_reason", "stream", "swap", "swap_count",
-        "swap_in_tokens", "tag", "text_parts", "token_ids", "token_ns", "tokenize_ns",
+        "swap_in_tokens", "tag", "token_ids", "token_ns", "tokenize_ns",
     )  # fmt: skip
 
     def __init__(
@@ -94,7 +94,7 @@ class Request:
         self.order: tuple[int, int] = (0, rid)  # place in queue and victim choice, set by the scheduler
         self.max_total = self.num_prompt + sampling.max_tokens  # lowered to the model's limit at submit
         self.stop_ids: frozenset[int] = frozenset(sampling.stop_token_ids)  # and EOS ids, set at submit
-        self.detokenizer: Detokenizer | None = None
+        self.outlet: Outlet | None = None  # its way to the client, made at submit
 
         self.arrive_ns = arrive_ns
         self.sched_ns: int | None = None
@@ -126,8 +126,6 @@ class Request:
         self.rev_first = 0
         self.rev_last = 0
 
-        self.text_parts: list[str] = []
-        self.logprobs: list[TokenLogprob] | None = None
         self.finish: Finish | None = None
         self.stop_reason: str | int | None = None
         self.code: ErrorCode | None = None
@@ -169,8 +167,6 @@ class Request:
             raise ValueError(f"request {self.rid} cannot be cut to {num_output} of {self.num_output} tokens")
         del self.token_ids[self.num_prompt + num_output :]
         del self.token_ns[num_output:]
-        if self.logprobs is not None:
-            del self.logprobs[num_output:]
         self.last_ns = self.token_ns[-1] if self.token_ns else None
         if self.last_ns is None:
             self.first_ns = None

@@ -2,8 +2,7 @@
 
 `Tokenizer` wraps a ``tokenizers`` tokenizer and what its model adds: which ids end an answer, whether a text
 begins with BOS, how a conversation is written. `Detokenizer` turns ids into text as they come. It works on
-bytes, because a token may end in the middle of a character, and it runs on the step thread, because it costs
-about a microsecond a token.
+bytes, because a token may end in the middle of a character.
 """
 
 from __future__ import annotations
@@ -52,6 +51,13 @@ class Tokenizer:
         self._bytes, self._literal = _token_tables(backend, vocab, scheme, rows)
         # Tokens that are whole characters on their own; the others (None) need their neighbours.
         self._texts = [_whole(data) for data in self._bytes]
+        # The most text that one token can add; each byte of a broken character may become a U+FFFD.
+        lengths = [
+            (len(data), 3 * len(data)) if text is None else (len(text), len(data))
+            for text, data in zip(self._texts, self._bytes, strict=True)
+        ]
+        self.max_token_chars = max((chars for chars, _ in lengths), default=0)
+        self.max_token_utf8 = max((size for _, size in lengths), default=0)
         self.known_ids = frozenset(vocab.values())
         self._may_exceed = max(self.known_ids, default=0) >= rows
 
@@ -141,6 +147,21 @@ class Detokenizer:
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[used:]
         return self._scan(text) if self._stop else text
+
+    def feed(self, ids: Sequence[int]) -> tuple[str, int]:
+        """Add ids up to the one that completes a stop string. Returns the text released and how many that were."""
+        pending, held = self._pending, self._held
+        text = self.push(ids)
+        if self.matched is None or len(ids) == 1:
+            return text, len(ids)
+        # Which id it was is found by going back: stop strings are met once a request, texts in every step.
+        self._pending, self._held, self.matched = pending, held, None
+        parts: list[str] = []
+        for token in ids:
+            parts.append(self.push((token,)))
+            if self.matched is not None:
+                break
+        return "".join(parts), len(parts)
 
     def flush(self) -> str:
         """End the text: everything held is released, an unfinished character as one U+FFFD."""

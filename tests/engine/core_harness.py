@@ -120,8 +120,11 @@ class Engine:
         if done.ids is not None:
             return done.ids
         streamed = self.heard.tokens[rid]
-        assert [t.index for t in streamed] == list(range(len(streamed))), "a gap or a repeat in the stream"
-        return [i for t in streamed for i in t.ids]
+        ids: list[int] = []
+        for tokens in streamed:
+            assert tokens.index == len(ids), "a gap or a repeat in the stream"
+            ids += tokens.ids
+        return ids
 
     def text(self, rid: int) -> str:
         return "".join(t.text for t in self.heard.tokens[rid]) + self.heard.done[rid].text
