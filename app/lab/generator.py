@@ -29,7 +29,7 @@ _REFUSALS = ("invalid", "too_long", "too_large", "not_ready", "busy", "rate_limi
 class _Flight:
     """One request on its way."""
 
-    __slots__ = ("first_ns", "intended_ns", "last_ns", "plan", "rid", "sent_ns", "tokens")
+    __slots__ = ("first_ns", "intended_ns", "last_ns", "plan", "rid", "sent_ns", "tokens", "ttft_s")
 
     def __init__(self, plan: PlannedRequest, intended_ns: int, sent_ns: int) -> None:
         self.plan = plan
@@ -39,6 +39,7 @@ class _Flight:
         self.first_ns: int | None = None
         self.last_ns: int | None = None
         self.tokens = 0
+        self.ttft_s: float | None = None
 
 
 class Generator:
@@ -161,7 +162,8 @@ class Generator:
                 if flight is not None and reply.ids:
                     if flight.first_ns is None:
                         flight.first_ns = now_ns
-                        self._ttfts.append((now_ns - flight.intended_ns) * 1e-9)
+                        flight.ttft_s = (now_ns - flight.intended_ns) * 1e-9
+                        self._ttfts.append(flight.ttft_s)
                     flight.last_ns = now_ns
                     flight.tokens += len(reply.ids)
             case m.Accepted():
@@ -192,6 +194,8 @@ class Generator:
             self.failed += 1
         else:
             self.done += 1
+        if row.result_cached and flight.ttft_s is not None:
+            self._ttfts.remove(flight.ttft_s)  # nothing was computed: it is no latency
         self.rows.append(
             msgspec.structs.replace(
                 self._row(flight, now_ns, kind, done.message if kind else ""),
@@ -206,6 +210,7 @@ class Generator:
                 finish=done.finish,
                 rev_first=row.rev_first,
                 rev_last=row.rev_last,
+                result_cached=row.result_cached,
             )
         )
 

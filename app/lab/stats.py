@@ -3,7 +3,9 @@
 TTFT is the first token's arrival minus the *intended* sending, so a late generator or a stalled engine
 cannot hide. TPOT is (last - first) / (n - 1) and undefined for one token. ITL is the gap between two tokens
 by the engine's own stamps, pooled over requests, so that several tokens in one message are not one gap.
-Only good rows enter latencies and throughput; errors are counted apart, cancelled requests too.
+Only good rows enter latencies and throughput; errors are counted apart, cancelled requests too. An answer
+from the result cache is good, but nothing was computed for it: it counts in the request rate, and in no
+latency and no token rate.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class LoadRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     error: str = ""
     rev_first: int | None = None
     rev_last: int | None = None
+    result_cached: bool = False  # answered from the engine's result cache
 
     @property
     def good(self) -> bool:
@@ -99,7 +102,7 @@ class MetricStat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class RunStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole of a run. Latencies are over good rows only; errors are counted apart."""
+    """The whole of a run. Latencies are over the good rows that were computed; the rest is counted apart."""
 
     requests: int
     ok: int
@@ -109,7 +112,8 @@ class RunStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     request_rate_rps: float | None  # good requests per second
     output_tok_s: float | None
     prompt_tok_s: float | None
-    cached_share: float | None = None  # of the good rows' prompt tokens, found in the prefix cache
+    cached_share: float | None = None  # of the computed rows' prompt tokens, found in the prefix cache
+    result_cached: int = 0  # good rows that the result cache answered; in no latency and no token rate
     metrics: dict[str, MetricStat]  # ttft_s, tpot_s, itl_s, e2e_s, queue_s and, for a load, lag_s
     percentile_rule: str = PERCENTILE_RULE
 
@@ -148,6 +152,7 @@ def row_of_engine(row: RequestRow) -> LoadRow:
         error=row.message,
         rev_first=row.rev_first,
         rev_last=row.rev_last,
+        result_cached=row.result_cached,
     )
 
 
@@ -179,15 +184,16 @@ def summarize(rows: Sequence[LoadRow]) -> RunStats:
     ends = [row.end_ns for row in ended if row.end_ns is not None]
     span_s = (max(ends) - min(row.intended_ns for row in ended)) * NS if ends else None
     duration_s = span_s if span_s is not None and span_s > 0 else None
-    prompt = sum(row.prompt_tok or 0 for row in good)
-    cached = sum(row.cached_tok or 0 for row in good)
-    gaps: list[float | None] = [gap * 1e-6 for row in good for gap in row.itl_us]
+    computed = [row for row in good if not row.result_cached]
+    prompt = sum(row.prompt_tok or 0 for row in computed)
+    cached = sum(row.cached_tok or 0 for row in computed)
+    gaps: list[float | None] = [gap * 1e-6 for row in computed for gap in row.itl_us]
     metrics = [
-        metric("ttft_s", "s", [row.ttft_s for row in good]),
-        metric("tpot_s", "s", [row.tpot_s for row in good]),
+        metric("ttft_s", "s", [row.ttft_s for row in computed]),
+        metric("tpot_s", "s", [row.tpot_s for row in computed]),
         metric("itl_s", "s", gaps),
-        metric("e2e_s", "s", [row.e2e_s for row in good]),
-        metric("queue_s", "s", [row.queue_s for row in good]),
+        metric("e2e_s", "s", [row.e2e_s for row in computed]),
+        metric("queue_s", "s", [row.queue_s for row in computed]),
     ]
     if any(row.sent_ns is not None for row in ended):
         metrics.append(metric("lag_s", "s", [row.lag_s for row in ended if row.sent_ns is not None]))
@@ -198,8 +204,9 @@ def summarize(rows: Sequence[LoadRow]) -> RunStats:
         error_share=failed / (len(good) + failed) if good or failed else None,
         duration_s=duration_s,
         request_rate_rps=len(good) / duration_s if duration_s else None,
-        output_tok_s=sum(row.output_tok for row in good) / duration_s if duration_s else None,
+        output_tok_s=sum(row.output_tok for row in computed) / duration_s if duration_s else None,
         prompt_tok_s=prompt / duration_s if duration_s else None,
         cached_share=cached / prompt if prompt else None,
+        result_cached=len(good) - len(computed),
         metrics={stat.name: stat for stat in metrics},
     )

@@ -13,8 +13,10 @@ import io
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -55,6 +57,12 @@ class _Header(msgspec.Struct, frozen=True):
     version: int
 
 
+class _Content(msgspec.Struct, frozen=True):
+    """The baselines as the file has them: the checksum is of those, whatever fields came later."""
+
+    baselines: list[Any]
+
+
 def to_json(value: object) -> str:
     return msgspec.json.encode(value, order="sorted").decode()
 
@@ -68,7 +76,7 @@ def _item(made: Baseline) -> _Item:
     return _Item(id=made.id, created_unix_ms=made.created_unix_ms, data=made.data)
 
 
-def _digest(items: list[_Item]) -> str:
+def _digest(items: Sequence[Any]) -> str:
     return hashlib.sha256(msgspec.json.encode(items, order="sorted")).hexdigest()
 
 
@@ -95,19 +103,20 @@ def read(path: Path) -> list[Baseline]:
         header = msgspec.json.decode(raw, type=_Header)
         if header.format != BUNDLE_FORMAT:
             raise StoreError(f"{path} is not a bundle of Decodeck but {header.format!r}.")
-        if header.version != BUNDLE_VERSION:
+        if not 1 <= header.version <= BUNDLE_VERSION:
             raise StoreError(
-                f"{path} is a bundle of version {header.version}; this Decodeck reads version "
+                f"{path} is a bundle of version {header.version}; this Decodeck reads versions 1 to "
                 f"{BUNDLE_VERSION}."
             )
         whole = msgspec.json.decode(raw, type=_Bundle)
+        content = msgspec.json.decode(raw, type=_Content)
         made = [
             Baseline(id=item.id, created_unix_ms=item.created_unix_ms, data=item.data)
             for item in whole.baselines
         ]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(f"{path} is not a bundle of Decodeck: {error}.") from error
-    if _digest(whole.baselines) != whole.sha256:
+    if _digest(content.baselines) != whole.sha256:
         raise StoreError(f"{path} was changed after its export: its checksum does not fit. Export it again.")
     return made
 
@@ -228,6 +237,7 @@ def markdown(made: Baseline) -> str:
             "requests/s",
             "output tok/s",
             "prompt tok/s",
+            "from result cache",
         ],
         [
             [
@@ -244,6 +254,7 @@ def markdown(made: Baseline) -> str:
                         stats.prompt_tok_s,
                     ),
                 ),
+                stats.result_cached,
             ]
         ],
     )

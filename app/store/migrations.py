@@ -25,7 +25,10 @@ def run_script(connection: sqlite3.Connection, script: str) -> None:
             statement = ""
 
 
-STEPS: Sequence[Step] = (lambda connection: run_script(connection, schema.V1),)
+STEPS: Sequence[Step] = (
+    lambda connection: run_script(connection, schema.V1),
+    lambda connection: run_script(connection, schema.V2),
+)
 
 
 def version_of(connection: sqlite3.Connection) -> int:

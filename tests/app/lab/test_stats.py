@@ -72,6 +72,18 @@ def test_cancelled_requests_are_neither_good_nor_errors() -> None:
     assert (stats.ok, stats.error_share, stats.errors) == (1, 0.0, {"cancelled": 1})
 
 
+def test_answers_from_the_result_cache_are_good_but_no_measurement() -> None:
+    """Rates of requests count them; latencies, token rates and prefix hits do not."""
+    computed = [row(i, start_ms=100.0 * i, cached_tok=50) for i in range(10)]
+    kept = [row(10 + i, start_ms=100.0 * i, first_ns=1, last_ns=1, result_cached=True) for i in range(10)]
+    alone, both = summarize(computed), summarize([*computed, *kept])
+    assert (both.ok, both.result_cached) == (20, 10)
+    assert both.metrics == alone.metrics
+    assert both.cached_share == alone.cached_share == 0.5
+    assert both.request_rate_rps == pytest.approx(20 / both.duration_s)
+    assert both.output_tok_s == pytest.approx(100 / both.duration_s)
+
+
 def test_a_run_of_which_half_failed_has_its_real_duration() -> None:
     """C08: failed rows carry real times, so nothing reaches back to the epoch."""
     base_ms = time.monotonic_ns() / MS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from app.lab.stats import summarize
 from app.store import bundle
 from app.store.records import Baseline
 from app.store.store import Store, StoreError
@@ -84,7 +86,7 @@ def test_any_values_survive_the_trip(
     ("spoil", "said"),
     [
         (lambda raw: raw.replace(b'"first"', b'"worst"'), "changed after its export"),
-        (lambda raw: raw.replace(b'"version": 1', b'"version": 2'), "version 2"),
+        (lambda raw: raw.replace(b'"version": 2', b'"version": 3'), "version 3"),
         (lambda raw: raw.replace(b"decodeck-baseline", b"something-else"), "not a bundle"),
         (lambda raw: raw[: len(raw) // 2], "not a bundle"),
         (lambda raw: b"[" * 5000, "not a bundle"),
@@ -103,6 +105,25 @@ def test_a_file_that_is_no_whole_bundle_is_refused_and_nothing_taken_in(
     with pytest.raises(StoreError, match=said):
         store.import_(out)
     assert store.list() == []
+
+
+def test_a_bundle_of_version_1_is_read_and_its_checksum_still_holds(tmp_path: Path) -> None:
+    """What it was written without takes its default; its bytes are what was signed, not today's fields."""
+    rows = [load_row(i, sent_ns=i * 1_000_000_000) for i in range(3)]
+    new = made(requests=[], load_rows=rows, source="load", stats=summarize(rows))
+    items = msgspec.to_builtins([{"id": new.id, "created_unix_ms": new.created_unix_ms, "data": new.data}])
+    for row in items[0]["data"]["load_rows"]:
+        del row["result_cached"]
+    del items[0]["data"]["stats"]["result_cached"]
+    digest = hashlib.sha256(msgspec.json.encode(items, order="sorted")).hexdigest()
+    old = {"format": "decodeck-baseline", "version": 1, "sha256": digest, "baselines": items}
+    out = tmp_path / "old.json"
+    out.write_bytes(msgspec.json.encode(old))
+    assert bundle.read(out) == [new]
+    items[0]["data"]["cfg_rev"] += 1
+    out.write_bytes(msgspec.json.encode(old))
+    with pytest.raises(StoreError, match="changed after its export"):
+        bundle.read(out)
 
 
 def test_another_baseline_under_a_known_id_is_refused(tmp_path: Path) -> None:
@@ -154,6 +175,7 @@ def test_quotes_commas_and_line_ends_stay_inside_their_cell() -> None:
 _EXPORTER = """
 import locale, sys
 from pathlib import Path
+from app.lab.stats import summarize
 from app.store import bundle
 from tests.app.store.test_bundle import made
 locale.setlocale(locale.LC_ALL, sys.argv[1])
