@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
-from engine.request import Request
+from engine.prefix_cache import Match
+from engine.request import NO_BLOCK, Request
 from ipc.messages import KnobValue
 
 
@@ -46,39 +48,72 @@ class SchedulerKnobs:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The block table a request starts with; its first ``num_shared`` blocks hold computed tokens already."""
+    """The block table a request starts with, and the match that fills its first blocks."""
 
     blocks: list[int]
-    num_shared: int
+    match: Match
 
 
 def grant_pages(
-    pool: BlockPool, owner: int, shared: list[int], *, known: int, end: int, reserve: int
+    pool: BlockPool, owner: int, match: Match, *, lead: int, needed: int, end: int, reserve: int
 ) -> Grant | None:
     """Blocks up to token position ``end``; None, and nothing taken, if the request must wait.
 
-    It waits unless all ``known`` blocks of its tokens fit beside ``reserve`` blocks that are spoken for, so
-    that starting it does not force a preemption at once.
+    The first ``lead`` blocks lie outside every window and are left out. It waits unless all ``needed`` blocks
+    fit beside ``reserve`` blocks that are spoken for: starting it must not force a preemption at once.
     """
+    shared = _on_device(match.blocks[lead:])
     revived = len(shared) - pool.num_referenced(shared)
-    if known - len(shared) + revived + reserve > pool.num_available:
+    fresh = max(0, -(-end // pool.block_size) - lead - len(shared))
+    if max(needed - len(shared), fresh) + revived + reserve > pool.num_available:
         return None
     pool.share(shared, owner)
-    fresh = max(0, -(-end // pool.block_size) - len(shared))
-    return Grant(shared + pool.allocate(fresh, owner), len(shared))
+    return Grant(_fill_in(match.blocks, lead, pool.allocate(fresh, owner)), match)
 
 
-def grant_run(pool: BlockPool, owner: int, shared: list[int], total: int, others_run: bool) -> Grant | None:
-    """One run of neighbouring blocks for the most a request may ever hold, ``total`` less the shared ones."""
+def grant_run(
+    pool: BlockPool, owner: int, match: Match, total: int, *, others_run: bool, unshared: Match
+) -> Grant | None:
+    """One run of neighbouring blocks for the most a request may ever hold, ``total`` less the shared ones.
+
+    ``unshared`` is what is left of the match where it must do without blocks of the pool.
+    """
+    shared = _on_device(match.blocks)
     pool.share(shared, owner)
     run = pool.allocate_run(total - len(shared), owner)
     if run is not None:
-        return Grant(shared + run, len(shared))
+        return Grant(_fill_in(match.blocks, 0, run), match)
     pool.release(shared)
     if others_run or not shared:
         return None
     run = pool.allocate_run(total, owner)  # the shared blocks lay in the way of the only run
-    return Grant(run, 0) if run is not None else None
+    return Grant(run, unshared) if run is not None else None
+
+
+def _on_device(blocks: Sequence[int]) -> list[int]:
+    return [block for block in blocks if block != NO_BLOCK]
+
+
+def _fill_in(blocks: Sequence[int], lead: int, fresh: Sequence[int]) -> list[int]:
+    """A table of the matched blocks from ``lead`` on, fresh ones where none matched and after them."""
+    rest = iter(fresh)
+    table = [NO_BLOCK] * lead
+    table += [block if block != NO_BLOCK else next(rest) for block in blocks[lead:]]
+    return [*table, *rest]
+
+
+def choose_turns(decoding: Sequence[Request], budget: int, knobs: SchedulerKnobs) -> set[Request]:
+    """The ``budget`` requests whose turn it is, where a step has too few tokens for every one.
+
+    Those who waited longest since their last turn. Under priority a level weighs as much as in the queue:
+    whoever is lower comes behind all that are higher until it has waited for the ageing of the difference.
+    """
+    ageing_ns = knobs.ageing_ns if knobs.by_priority else 0
+
+    def turn(request: Request) -> tuple[int, tuple[int, int]]:
+        return request.priority * ageing_ns + request.served_ns, request.order
+
+    return set(heapq.nsmallest(budget, decoding, key=turn))
 
 
 def choose_victims(
@@ -89,17 +124,17 @@ def choose_victims(
     needed: int,
     *,
     in_a_row: bool,
+    lacks: Callable[[Request], int],
 ) -> list[Request]:
     """The fewest running requests, from the end of the order, that ``head`` may displace to get its place.
 
     Only those of strictly lower priority that are also behind it in the order, ageing included. Empty if it
     has its place already or if even all of them would not be enough: enough for ``needed`` blocks, and
-    ``in_a_row`` for as many neighbouring ones.
+    ``in_a_row`` for as many neighbouring ones. ``lacks`` counts the blocks a running request still needs.
     """
     if in_a_row:
         return _choose_neighbours(pool, running, head, max_num_seqs, needed)
-    size = pool.block_size
-    lacking = {r.rid: max(0, -(-len(r.token_ids) // size) - len(r.block_table)) for r in running}
+    lacking = {request.rid: lacks(request) for request in running}
     seats = max_num_seqs - len(running)
     spare = pool.num_available - sum(lacking.values()) - needed
     chosen: list[Request] = []
@@ -109,7 +144,7 @@ def choose_victims(
         if _may_displace(head, victim):
             chosen.append(victim)
             seats += 1
-            spare += pool.num_released_by(victim.block_table) + lacking[victim.rid]
+            spare += pool.num_released_by(victim.held_blocks) + lacking[victim.rid]
     return chosen if seats >= 1 and spare >= 0 else []
 
 

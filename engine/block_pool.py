@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.request import NO_BLOCK
 from ipc.messages import BLOCK_CACHED, BLOCK_FREE, BLOCK_RESERVED, BLOCK_SHARED, BLOCK_USED
 
 OWNER_MODULUS = 1 << 32
@@ -156,9 +157,17 @@ class BlockPool:
                     self._fill[block] = 0
                     self._free[block] = None
 
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Those that are cached are evicted later, the last of them last."""
+        for block in blocks:
+            if block in self._cached:
+                self._cached.move_to_end(block)
+
     def pass_on(self, blocks: Sequence[int], table: Sequence[int], owner: int) -> None:
         """Show ``owner`` as that of the first released ``blocks``, as far as ``table`` begins with them."""
         for block, theirs in zip(blocks, table, strict=False):
+            if NO_BLOCK in (block, theirs):
+                continue  # one of the two has it outside its window already
             if block != theirs:
                 return
             self._owner[block] = owner % OWNER_MODULUS
@@ -202,11 +211,16 @@ class BlockPool:
         return BlockView(t_ns, self.block_size, state, fill, owner)
 
     def check(self, block_tables: Iterable[tuple[Sequence[int], int]]) -> None:
-        """Verify the ledger against every live (block table, tokens computed). Raises LedgerError."""
+        """Verify the ledger against every live (block table, tokens computed). Raises LedgerError.
+
+        Leading entries of a table that are `NO_BLOCK` were released.
+        """
         expected: Counter[int] = Counter()
         fill: dict[int, int] = {}
         for table, computed in block_tables:
             for index, block in enumerate(table):
+                if block == NO_BLOCK:
+                    continue
                 expected[block] += 1
                 held = max(0, min(computed - index * self.block_size, self.block_size))
                 if fill.setdefault(block, held) != held:

@@ -8,6 +8,7 @@ from typing import Literal
 from engine.request import Request
 
 Arena = Literal["swap", "prefix"]
+Direction = Literal["out", "in"]
 PreemptReason = Literal["blocks", "priority", "rebuild"]
 PreemptMode = Literal["recompute", "swap"]
 
@@ -34,7 +35,7 @@ class Copy:
     """
 
     arena: Arena
-    direction: Literal["out", "in"]
+    direction: Direction
     blocks: list[int]
     host_blocks: list[int]
 
@@ -81,6 +82,7 @@ class StepPlan:
     hit_tokens: int = 0
     host_hit_tokens: int = 0
     wake_ns: int | None = None
+    turn_ns: int | None = None  # when it was planned, if decoding requests must take turns
     reason: str = ""  # why nothing is scheduled although work waits
 
     @property

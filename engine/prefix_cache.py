@@ -5,6 +5,7 @@ ids. The first block's parent is a root over the model's identity and the reques
 under another model, precision or salt never meet, and keys are the same in every process. A key is only
 the way to a candidate: before a block is shared its parent key and its tokens are compared one by one.
 A block has at most one live key, a key leads to at most one block, and partly filled blocks have none.
+What the pool evicts may still lie in host memory (`engine.host_cache`) and is then found there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from hashlib import blake2b
 from typing import TypeVar
 
 from engine.block_pool import BlockPool, LedgerError
+from engine.host_cache import Entry, HostCache
+from engine.plan import Arena
+from engine.request import NO_BLOCK
 
 KEY_BYTES = 16
 MAX_GHOSTS = 1 << 16  # evicted keys remembered, to tell "evicted" from "no match"
@@ -38,32 +42,41 @@ def _blake2b(data: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Blocks that hold a request's first tokens, and why there are not more ("" if there could not be)."""
+    """What holds a request's first ``num_tokens`` tokens, and why not more ("" if more could not be).
+
+    ``blocks`` are pool blocks in token order, `NO_BLOCK` where only host memory has the content; ``host``
+    lists (index, block of host memory in ``arena``) for those.
+    """
 
     blocks: list[int]
+    host: list[tuple[int, int]]
+    num_tokens: int
     miss_reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    key: bytes
-    parent: bytes
-    tokens: bytes
+    arena: Arena = "prefix"
 
 
 class PrefixCache:
     """Keys of the full blocks of one pool. Not thread-safe: the step thread owns it.
 
     ``identity`` names all that decides what a token's keys and values are: model, weights, precision.
-    ``hash_key`` maps bytes to a key; tests pass a weak one to provoke collisions.
+    ``host`` is the tier behind the pool. ``hash_key`` maps bytes to a key; tests pass a weak one to provoke
+    collisions.
     """
 
-    def __init__(self, identity: str, block_size: int, hash_key: HashFunction = _blake2b) -> None:
+    def __init__(
+        self,
+        identity: str,
+        block_size: int,
+        hash_key: HashFunction = _blake2b,
+        *,
+        host: HostCache | None = None,
+    ) -> None:
         self.block_size = block_size
+        self._host = host
         self._identity = identity.encode()
         self._hash = hash_key
         self._block_of: dict[bytes, int] = {}
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, Entry] = {}
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._first_salt: OrderedDict[bytes, str] = (
             OrderedDict()
@@ -94,24 +107,34 @@ class PrefixCache:
         """
         size = self.block_size
         limit = (len(token_ids) - 1) // size
+        blocks: list[int] = []
+        host: list[tuple[int, int]] = []
         if limit < 1:
-            return Match([], MISS_SHORT)
+            return Match(blocks, host, 0, MISS_SHORT)
         self.extend_keys(keys, token_ids, salt, limit * size)
         parent = self.root(salt)
-        blocks: list[int] = []
+        reason = ""
         for index in range(limit):
             key = keys[index]
-            block = self._block_of.get(key)
-            if block is None:
-                return Match(blocks, self._why_missing(key, index, token_ids, salt))
-            entry = self._entries[block]
+            block = self._block_of.get(key, NO_BLOCK)
+            held = None
+            if block != NO_BLOCK:
+                entry = self._entries[block]
+            elif self._host is not None and (held := self._host.get(key)) is not None:
+                entry = held[1]
+            else:
+                reason = self._why_missing(key, index, token_ids, salt)
+                break
             if entry.parent != parent or entry.tokens != _as_bytes(
                 token_ids[index * size : (index + 1) * size]
             ):
-                return Match(blocks, MISS_NO_MATCH)
+                reason = MISS_NO_MATCH
+                break
             blocks.append(block)
+            if held is not None:
+                host.append((index, held[0]))
             parent = key
-        return Match(blocks, "")
+        return Match(blocks, host, len(blocks) * size, reason)
 
     def insert(
         self, keys: Sequence[bytes], index: int, block: int, token_ids: Sequence[int], salt: str
@@ -126,11 +149,32 @@ class PrefixCache:
         parent = keys[index - 1] if index else self.root(salt)
         tokens = _as_bytes(token_ids[index * size : (index + 1) * size])
         self._block_of[key] = block
-        self._entries[block] = _Entry(key, parent, tokens)
+        self._entries[block] = Entry(key, parent, tokens)
         self._ghosts.pop(key, None)
         if index == 0:
             _remember(self._first_salt, self._hash(tokens), salt)
         return True
+
+    def set_host(self, host: HostCache) -> None:
+        """Look in this tier from now on."""
+        self._host = host
+
+    def entry(self, block: int) -> Entry:
+        """What a keyed block holds."""
+        return self._entries[block]
+
+    def block_of(self, key: bytes) -> int:
+        """The pool block under a key, or `NO_BLOCK`."""
+        return self._block_of.get(key, NO_BLOCK)
+
+    def restore(self, key: bytes, block: int) -> None:
+        """``block`` is being filled from host memory with what lies there under ``key``."""
+        held = self._host.get(key) if self._host is not None else None
+        if held is None or key in self._block_of or block in self._entries:
+            raise LedgerError(f"block {block} cannot be restored: not in host memory, or keyed already")
+        self._block_of[key] = block
+        self._entries[block] = held[1]
+        self._ghosts.pop(key, None)
 
     def forget(self, block: int) -> None:
         """The pool gave up the block's content."""
@@ -138,8 +182,13 @@ class PrefixCache:
         del self._block_of[key]
         _remember(self._ghosts, key, None)
 
+    def lost(self, key: bytes) -> None:
+        """Host memory gave up the content under a key."""
+        if key not in self._block_of:
+            _remember(self._ghosts, key, None)
+
     def clear(self, pool: BlockPool) -> int:
-        """Drop every key, so that cached blocks become free. Returns how many keys there were."""
+        """Drop every key of the pool, so that cached blocks become free. Returns how many there were."""
         dropped = len(self._entries)
         for block in self._entries:
             pool.drop(block)

@@ -52,13 +52,13 @@ class Request:
 
     __slots__ = (
         "arrive_ns", "block_keys", "block_table", "cache_salt", "cached_tokens", "code", "computed_tokens",
-        "detokenize_ns", "end_ns", "finish", "first_ns", "high_water", "host_hit_tokens",
-        "last_ns", "lost_tokens", "max_total", "message", "miss_reason", "num_computed",
-        "num_keyed", "num_pending", "num_prompt", "order", "outlet", "preempt_count", "preempt_reason",
-        "preempted_at_ns", "preempted_ns", "priority", "recompute_ns", "recompute_tokens", "result_cached",
-        "resume_hit_tokens", "rev_first", "rev_last", "rid", "sampling", "sched_ns", "seed", "send_ns",
-        "slot", "stage_ns", "stages_at", "state", "stop_ids", "stop_reason", "stream", "swap", "swap_count",
-        "swap_in_tokens", "tag", "token_ids", "token_ns", "tokenize_ns",
+        "detokenize_ns", "end_ns", "finish", "first_ns", "high_water", "host_hit_tokens", "last_ns",
+        "lost_tokens", "max_total", "message", "miss_reason", "num_computed", "num_keyed", "num_pending",
+        "num_prompt", "order", "outlet", "preempt_count", "preempt_reason", "preempted_at_ns", "preempted_ns",
+        "priority", "recompute_ns", "recompute_tokens", "result_cached", "resume_hit_tokens", "rev_first",
+        "rev_last", "rid", "sampling", "sched_ns", "seed", "send_ns", "served_ns", "slot", "stage_ns",
+        "stages_at", "state", "stop_ids", "stop_reason", "stream", "swap", "swap_count", "swap_in_tokens",
+        "tag", "token_ids", "token_ns", "tokenize_ns",
     )  # fmt: skip
 
     def __init__(
@@ -104,6 +104,7 @@ class Request:
         self.token_ns: list[int] = []
         self.preempted_at_ns: int | None = None
         self.preempted_ns = 0
+        self.served_ns = 0  # its last turn, where there are too few tokens in a step for every request
         self.preempt_count = 0
         self.preempt_reason = ""
         self.lost_tokens = 0
@@ -140,6 +141,14 @@ class Request:
     def num_known(self) -> int:
         """Tokens that exist, the one that a launched step will still deliver among them."""
         return len(self.token_ids) + self.num_pending
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Its block table without what was released already. Not to be changed."""
+        table = self.block_table
+        if table and table[0] == NO_BLOCK:
+            return [block for block in table if block != NO_BLOCK]
+        return table
 
     @property
     def num_output(self) -> int:

@@ -4,6 +4,10 @@ There are no prefill and decode phases: every running request has tokens that ar
 yet, and a plan gives it some of them. One that lacks a single token decodes. Running requests are kept in
 one order, which also is the order of the queue and, from its end, the order in which victims of preemption
 are chosen: a request that was preempted is therefore ahead of everything that came after it.
+
+A plan may be made while the step before it still computes: the token that a request is owed (`num_pending`)
+counts as known then. And it may be dropped: planning allocates, admits and preempts, but only `advance`, when
+a step is launched, marks tokens as computed.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ from bisect import insort
 from collections.abc import Callable
 from itertools import pairwise
 
-from engine.admission import Grant, SchedulerKnobs, choose_victims, grant_pages, grant_run
-from engine.block_pool import BlockPool, LedgerError
+from engine.admission import Grant, SchedulerKnobs, choose_turns, choose_victims, grant_pages, grant_run
+from engine.block_pool import BlockView, LedgerError
 from engine.knobs import MAX_SEQS
-from engine.plan import Preemption, PreemptReason, ScheduledRequest, StepPlan
-from engine.prefix_cache import MISS_NO_RUN, MISS_OFF, Match, PrefixCache
-from engine.request import NO_SLOT, Request
+from engine.kv_manager import KVManager
+from engine.plan import Copy, Preemption, PreemptReason, ScheduledRequest, StepPlan
+from engine.prefix_cache import MISS_NO_RUN, Match
+from engine.request import NO_BLOCK, NO_SLOT, Request
 
 MAX_DEFERRED = 32  # waiting requests passed over in one plan because what they lack is being computed
 
@@ -26,10 +31,11 @@ __all__ = ["ScheduledRequest", "Scheduler", "SchedulerKnobs", "StepPlan"]
 
 
 class Scheduler:
-    """Queue, running requests, block pool and prefix cache of one engine. The step thread owns it.
+    """Queue, running requests and their blocks of one engine. The step thread owns it.
 
     ``identity`` names model, weights and precision for the prefix cache. ``release_slot`` is told of each
-    runner slot that a request leaves, finished or preempted.
+    runner slot that a request leaves, finished or preempted. ``window`` is the largest attention window over
+    all layers, None if some layer sees everything; with paged allocation blocks outside it are given back.
     """
 
     def __init__(
@@ -40,18 +46,39 @@ class Scheduler:
         block_size: int,
         identity: str,
         release_slot: Callable[[int], None],
+        window: int | None = None,
     ) -> None:
         self.knobs = knobs
         self.waiting: list[Request] = []  # both lists are sorted by Request.order
         self.running: list[Request] = []
         self._identity = identity
+        self._window = window
         self._release_slot = release_slot
         self._free_slots = list(range(MAX_SEQS))  # a heap, so that low slots are used first
         self._in_flight: dict[bytes, int] = {}  # key of a block that a running request will fill -> its rid
-        self._new_pool(num_blocks, block_size)
+        self._now_ns = 0  # of the last plan
+        self._new_pool(num_blocks, block_size, 0, 0)
+
+    @property
+    def num_swapped(self) -> int:
+        """Requests that wait with blocks in swap space."""
+        return len(self.kv.swapped)
+
+    @property
+    def host_blocks_used(self) -> int:
+        """Blocks of host memory that hold evicted prefixes."""
+        return self.kv.host.arena.num_held
+
+    @property
+    def swap_blocks_used(self) -> int:
+        """Blocks of host memory that hold preempted requests."""
+        return self.kv.swap_space.num_held
 
     def blocks_for(self, request: Request, block_size: int | None = None) -> int:
-        """Blocks a request holds at its longest. Its last token is sampled but never computed."""
+        """Blocks a request holds at its longest. Its last token is sampled but never computed.
+
+        A window is not taken off: with chunked prefill off, a prompt is computed whole and needs them all.
+        """
         size = block_size or self.pool.block_size
         return -(-max(request.max_total - 1, 1) // size)
 
@@ -67,23 +94,22 @@ class Scheduler:
             self._leave(request)
         else:
             self.waiting.remove(request)
+            self.kv.forget_swapped(request)
 
     def distrust(self, request: Request) -> None:
-        """A running request's keys and values cannot be trusted: nothing that it holds is found any more.
+        """A request's keys and values cannot be trusted: nothing that it computed or holds is found any more.
 
         That goes for shared blocks too. Who shares them has computed with them and fails by itself; but once
         what is not finite in them was scrubbed, a later request would go on with it and never notice.
         """
-        for block in request.block_table:
-            if self.pool.is_kept(block):
-                self.cache.forget(block)
-                self.pool.drop(block)
+        self.kv.distrust(request)
+        request.lost_tokens += self.kv.forget_swapped(request)
 
     def configure(self, knobs: SchedulerKnobs) -> None:
-        """Obey other knobs from the next plan on. Running requests stay as they are."""
+        """Obey other knobs from the next plan on. Running requests stay as they are, swapped ones too."""
         old, self.knobs = self.knobs, knobs
         if old.prefix_cache and not knobs.prefix_cache:
-            self.cache.clear(self.pool)
+            self.kv.clear_prefixes()
             self._in_flight.clear()
             for request in self.running:
                 request.num_keyed = 0
@@ -92,19 +118,66 @@ class Scheduler:
                 request.order = self._order(request)
             requests.sort(key=_by_order)
 
-    def rebuild(self, num_blocks: int, block_size: int, now_ns: int) -> list[Preemption]:
-        """Start over with another pool. Running requests go back to the queue."""
+    def rebuild(
+        self,
+        num_blocks: int,
+        block_size: int,
+        now_ns: int,
+        *,
+        identity: str | None = None,
+        window: int | None = None,
+    ) -> list[Preemption]:
+        """Start over with another, empty pool; running requests go back to the queue.
+
+        What lies in host memory and the queued copies are dropped too. ``identity`` None keeps the old one.
+        """
         preempted = [self.preempt(request, now_ns, "rebuild") for request in list(self.running)]
         for request in self.waiting:
             request.block_keys = []
-        self._new_pool(num_blocks, block_size)
+            request.lost_tokens += self.kv.forget_swapped(request)
+        self._identity = identity or self._identity
+        self._window = window
+        self._new_pool(num_blocks, block_size, self.kv.host.arena.num_blocks, self.kv.swap_space.num_blocks)
+        return preempted
+
+    def set_host(self, num_prefix_blocks: int, num_swap_blocks: int) -> list[Preemption]:
+        """Say how many blocks host memory holds. An arena whose size changes starts empty.
+
+        Requests that were swapped there go on by recompute. Where blocks are still to be copied back from it,
+        the pool's content cannot be completed any more, so everything starts over as in a rebuild: only then
+        running requests are preempted, and returned.
+        """
+        kv, preempted = self.kv, list[Preemption]()
+        resize_prefix = num_prefix_blocks != kv.host.arena.num_blocks
+        resize_swap = num_swap_blocks != kv.swap_space.num_blocks
+        if (resize_prefix and kv.copies.restores_from("prefix")) or (
+            resize_swap and kv.copies.restores_from("swap")
+        ):
+            pool = self.pool
+            preempted = self.rebuild(pool.num_blocks, pool.block_size, self._now_ns, window=self._window)
+            kv = self.kv
+        if resize_prefix:
+            kv.resize_prefix(num_prefix_blocks)
+        if resize_swap:
+            for request in list(kv.swapped.values()):
+                request.lost_tokens += kv.forget_swapped(request)
+            kv.resize_swap(num_swap_blocks)
         return preempted
 
     def preempt(
         self, request: Request, now_ns: int, reason: PreemptReason = "blocks", by: int = 0
     ) -> Preemption:
-        """Send a running request back to the queue; its tokens stay, their keys and values are given up."""
-        lost = request.num_computed
+        """Send a running request back to the queue. Its tokens stay.
+
+        Their keys and values are swapped or given up, as `SchedulerKnobs.swap` says; for a ``reason`` of
+        "rebuild" they are given up.
+        """
+        lost, why, swapped = request.num_computed, "", 0
+        if self.knobs.swap:
+            why = "its blocks cannot be kept" if reason == "rebuild" else self.kv.swap_out(request)
+        if request.swap is not None:
+            lost, swapped = 0, sum(block != NO_BLOCK for block in request.swap.host_blocks)
+            request.swap_count += 1
         self.running.remove(request)
         self._leave(request)
         request.state = "preempted"
@@ -114,10 +187,11 @@ class Scheduler:
         request.lost_tokens += lost
         request.preempted_at_ns = now_ns
         insort(self.waiting, request, key=_by_order)
-        return Preemption(request, by, reason, "recompute", lost)
+        return Preemption(request, by, reason, "swap" if swapped else "recompute", lost, swapped, why)
 
     def plan(self, now_ns: int) -> StepPlan:
-        """Decide the next step. Allocates its blocks; `advance` must follow once it was computed."""
+        """Decide the next step. Allocates its blocks; `advance` must follow when it is launched."""
+        self._now_ns = now_ns
         plan = StepPlan()
         ones: list[ScheduledRequest] = []
         longer: list[ScheduledRequest] = []
@@ -126,14 +200,15 @@ class Scheduler:
         for_priority = len(plan.preemptions)
         budget = self._plan_decodes(plan, ones, now_ns)
         budget = self._plan_prefills(plan, ones, longer, budget, now_ns)
-        if self.waiting and len(plan.preemptions) == for_priority:
+        if self.waiting and len(plan.preemptions) == for_priority and not self._must_wait(plan, now_ns):
             self._admit(plan, ones, longer, budget, now_ns)
         plan.scheduled = ones + longer if longer else ones
         return plan
 
     def advance(self, plan: StepPlan) -> None:
-        """Note that a plan was computed: tokens are held, and full blocks may be reused from now on."""
-        pool, keep, size = self.pool, self.knobs.prefix_cache, self.pool.block_size
+        """Note that a plan is launched: tokens are held, and full blocks may be reused from now on."""
+        pool, keep, size, kv = self.pool, self.knobs.prefix_cache, self.pool.block_size, self.kv
+        windowed, turn_ns = kv.window is not None, plan.turn_ns
         for scheduled in plan.scheduled:
             request, count = scheduled.request, scheduled.num_new
             start = request.num_computed
@@ -141,17 +216,28 @@ class Scheduler:
             pool.write(request.block_table, start, end)
             request.num_computed = end
             request.computed_tokens += count
-            if start < request.high_water:
-                request.recompute_tokens += min(end, request.high_water) - start
+            request.recompute_tokens += scheduled.recompute
             if end > request.high_water:
                 request.high_water = end
+            if turn_ns is not None:
+                request.served_ns = turn_ns
             if keep and end // size > request.num_keyed:
                 self._keep_full_blocks(request)
+            if windowed and (first := kv.lead(start)) < kv.lead(end):
+                self._show_sharers(kv.release_outside(request, first), first)
+
+    def take_copies(self) -> list[Copy]:
+        """All copies ordered since the last call, in the order in which they must be made before a launch."""
+        return self.kv.take_copies()
+
+    def view(self, now_ns: int) -> BlockView:
+        """The block map: the pool, then the host memory for evicted prefixes, then the swap space."""
+        return self.kv.view(now_ns)
 
     def check(self) -> None:
-        """Verify ledger, keys, slots and orders. Raises LedgerError."""
+        """Verify ledger, keys, host memory, slots and orders. Raises LedgerError."""
         self.pool.check((request.block_table, request.num_computed) for request in self.running)
-        self.cache.check(self.pool)
+        self.kv.check()
         slots = [request.slot for request in self.running]
         if (
             len(set(slots) | set(self._free_slots)) != MAX_SEQS
@@ -165,6 +251,13 @@ class Scheduler:
                 raise LedgerError("requests are out of order")
         if any(request.block_table or request.slot != NO_SLOT for request in self.waiting):
             raise LedgerError("a waiting request holds blocks or a slot")
+        if {r.rid for r in self.waiting if r.swap is not None} != self.kv.swapped.keys():
+            raise LedgerError("those that wait with swapped blocks are not those that are counted")
+        for request in self.running:
+            if request.block_table.count(NO_BLOCK) != self.kv.lead(request.num_computed):
+                raise LedgerError(
+                    f"request {request.rid} holds blocks outside its window, or misses some in it"
+                )
         if not self.running and self._in_flight:
             raise LedgerError("nothing runs but blocks are announced")
 
@@ -173,19 +266,32 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan, ones: list[ScheduledRequest], now_ns: int) -> int:
         """Requests that lack one token go first. Returns what is left of the token budget."""
         budget, size, running = self.knobs.max_num_batched_tokens, self.pool.block_size, self.running
+        turns = self._turns(plan, now_ns) if len(running) > budget else None
         index = 0
         while index < len(running) and budget > 0:
             request = running[index]
-            if len(request.token_ids) - request.num_computed == 1:
-                if request.num_computed // size >= len(request.block_table):
-                    if not self._make_room(1, request, plan, now_ns):
-                        break
-                    request.block_table += self.pool.allocate(1, request.rid)
-                ones.append(ScheduledRequest(request, 1))
-                _count(plan, request, 1)
-                budget -= 1
             index += 1
+            computed = request.num_computed
+            if len(request.token_ids) + request.num_pending - computed != 1:
+                continue
+            if (request.num_pending and _is_ending(request)) or (turns is not None and request not in turns):
+                continue
+            if computed // size >= len(request.block_table):
+                if not self._make_room(1, request, plan, now_ns):
+                    break
+                request.block_table += self.pool.allocate(1, request.rid)
+            _schedule(plan, ones, request, 1)
+            budget -= 1
         return budget
+
+    def _turns(self, plan: StepPlan, now_ns: int) -> set[Request] | None:
+        """Who may decode where the budget is less than one token for each that could; None: everybody."""
+        budget = self.knobs.max_num_batched_tokens
+        decoding = [r for r in self.running if r.num_known - r.num_computed == 1 and not _is_ending(r)]
+        if len(decoding) <= budget:
+            return None
+        plan.turn_ns = now_ns
+        return choose_turns(decoding, budget, self.knobs)
 
     def _plan_prefills(
         self,
@@ -200,7 +306,7 @@ class Scheduler:
         while index < len(self.running):
             request = self.running[index]
             index += 1
-            lacking = len(request.token_ids) - request.num_computed
+            lacking = len(request.token_ids) + request.num_pending - request.num_computed
             if lacking < 2:
                 continue
             take = self._take(lacking, budget, plan)
@@ -213,10 +319,23 @@ class Scheduler:
             ):
                 continue  # decoding requests go on and will give blocks back
             request.block_table += self.pool.allocate(count, request.rid)
-            (ones if take == 1 else longer).append(ScheduledRequest(request, take))
-            _count(plan, request, take)
+            _schedule(plan, ones if take == 1 else longer, request, take)
             budget -= take
         return budget
+
+    def _must_wait(self, plan: StepPlan, now_ns: int) -> bool:
+        """Whether a static batch that could start waits for more members. Preempted ones just go on."""
+        knobs = self.knobs
+        if not (knobs.static and knobs.batch_wait_ns) or self.running:
+            return False
+        if len(self.waiting) >= knobs.max_num_seqs or any(r.state == "preempted" for r in self.waiting):
+            return False
+        starts_ns = min(request.arrive_ns for request in self.waiting) + knobs.batch_wait_ns
+        if now_ns >= starts_ns:
+            return False
+        plan.wake_ns = starts_ns
+        plan.reason = f"a batch of {len(self.waiting)} waits for up to {knobs.max_num_seqs} members"
+        return True
 
     def _admit(
         self,
@@ -228,7 +347,10 @@ class Scheduler:
     ) -> None:
         """Start waiting requests in their order while there are seats, tokens and blocks."""
         knobs, pool = self.knobs, self.pool
-        batch_is_running = knobs.static and bool(self.running)
+        batch_goes_on = knobs.static and (
+            bool(self.running) or any(request.state == "preempted" for request in self.waiting)
+        )
+        gone = {preemption.request.rid for preemption in plan.preemptions}
         promised = self._promised()
         index = deferred = 0
         while index < len(self.waiting):
@@ -236,11 +358,9 @@ class Scheduler:
             if len(self.running) >= knobs.max_num_seqs:
                 plan.reason = f"all {knobs.max_num_seqs} seats are taken"
                 return
-            if request in plan.preempted:
+            if request.rid in gone:
                 return
-            if batch_is_running and request.state != "preempted":
-                if not knobs.by_priority:
-                    return  # members that were preempted come first in the queue
+            if _is_ending(request) or (batch_goes_on and request.state != "preempted"):
                 index += 1
                 continue
             match = self._match(request)
@@ -250,14 +370,13 @@ class Scheduler:
                 if deferred == MAX_DEFERRED:
                     return
                 continue
-            hit = len(match.blocks) * pool.block_size
-            take = self._take(len(request.token_ids) - hit, budget, plan)
+            take = self._take(request.num_known - match.num_tokens, budget, plan)
             if take == 0 and not knobs.static:
                 plan.reason = "the token budget is used up"
                 return
-            grant = self._allocate(request, match.blocks, hit + take, promised)
+            grant = self._allocate(request, match, match.num_tokens + take, promised)
             if grant is None:
-                needed = self.blocks_for(request) if knobs.contiguous else self._blocks_known(request)
+                needed = self.blocks_for(request) if knobs.contiguous else self._blocks_needed(request, match)
                 plan.reason = (
                     f"request {request.rid} needs {needed} blocks; {pool.num_available} of {pool.num_blocks} "
                     f"are available, {promised} of them promised to running requests"
@@ -265,58 +384,94 @@ class Scheduler:
                 return
             del self.waiting[index]
             self._start(request, match, grant, plan, now_ns)
-            promised += max(0, self._blocks_known(request) - len(request.block_table))
+            promised += self._lacks(request)
             if take:
-                (ones if take == 1 else longer).append(ScheduledRequest(request, take))
-                _count(plan, request, take)
+                _schedule(plan, ones if take == 1 else longer, request, take)
                 budget -= take
 
     def _start(self, request: Request, match: Match, grant: Grant, plan: StepPlan, now_ns: int) -> None:
         """A waiting request has its blocks and begins to run."""
-        hit = grant.num_shared * self.pool.block_size
-        request.block_table = grant.blocks
-        request.num_computed = hit
-        request.num_keyed = grant.num_shared
+        used = grant.match
+        copied = self.kv.place(request, grant)
         request.slot = heapq.heappop(self._free_slots)
+        request.served_ns = now_ns
         if request.preempted_at_ns is not None:
             request.preempted_ns += now_ns - request.preempted_at_ns
             request.preempted_at_ns = None
         if request.sched_ns is None:
             request.sched_ns = now_ns
-            request.cached_tokens = hit
-            request.miss_reason = match.miss_reason if grant.num_shared == len(match.blocks) else MISS_NO_RUN
+            request.cached_tokens = used.num_tokens
+            request.host_hit_tokens = copied
+            request.miss_reason = used.miss_reason if used is match else MISS_NO_RUN
             if self.knobs.prefix_cache:
                 plan.query_tokens += len(request.token_ids)
-                plan.hit_tokens += hit
+                plan.hit_tokens += used.num_tokens
+                plan.host_hit_tokens += copied
+        elif used.arena == "swap":
+            outside = self.kv.lead(used.num_tokens) * self.pool.block_size
+            request.swap_in_tokens += copied
+            request.resume_hit_tokens += used.num_tokens - outside - copied
         else:
-            request.resume_hit_tokens += hit
-        request.state = "prefill"
+            request.resume_hit_tokens += used.num_tokens
+        # What comes back from swap space with one token to go has not left the phase it was in.
+        goes_on = used.arena == "swap" and request.num_known - used.num_tokens == 1
+        request.state = "decode" if goes_on and request.num_known > request.num_prompt else "prefill"
         insort(self.running, request, key=_by_order)
         plan.admitted.append(request)
         if self.knobs.prefix_cache:
-            size = self.pool.block_size
-            known = len(request.token_ids) // size
-            self.cache.extend_keys(request.block_keys, request.token_ids, request.cache_salt, known * size)
-            for key in request.block_keys[request.num_keyed : known]:
-                self._in_flight.setdefault(key, request.rid)
+            self.kv.keep_full_blocks(request)
+            self._announce(request)
 
-    def _allocate(self, request: Request, shared: list[int], end: int, promised: int) -> Grant | None:
-        if self.knobs.contiguous:
-            return grant_run(self.pool, request.rid, shared, self.blocks_for(request), bool(self.running))
-        known = self._blocks_known(request)
-        reserve = promised + self._watermark
-        return grant_pages(self.pool, request.rid, shared, known=known, end=end, reserve=reserve)
+    def _announce(self, request: Request) -> None:
+        """Tell whoever waits which blocks this request is going to fill."""
+        size = self.pool.block_size
+        known = len(request.token_ids) // size
+        self.cache.extend_keys(request.block_keys, request.token_ids, request.cache_salt, known * size)
+        for key in request.block_keys[request.num_keyed : known]:
+            self._in_flight.setdefault(key, request.rid)
+
+    def _allocate(self, request: Request, match: Match, end: int, promised: int) -> Grant | None:
+        kv, pool = self.kv, self.pool
+        kv.host.guard({block for _index, block in match.host} if match.arena == "prefix" else ())
+        try:
+            if self.knobs.contiguous:
+                return grant_run(
+                    pool,
+                    request.rid,
+                    match,
+                    self.blocks_for(request),
+                    others_run=bool(self.running),
+                    unshared=kv.without_pool(request, match),
+                )
+            return grant_pages(
+                pool,
+                request.rid,
+                match,
+                lead=kv.lead(match.num_tokens),
+                needed=self._blocks_needed(request, match),
+                end=end,
+                reserve=promised + self._watermark,
+            )
+        finally:
+            kv.host.guard(())
 
     def _preempt_for_head(self, plan: StepPlan, now_ns: int) -> None:
         """Make room for the first waiting request if running ones of strictly lower priority can give it."""
         head = self.waiting[0]
-        if self._is_coming(head, self._match(head)):
+        match = self._match(head)
+        if _is_ending(head) or self._is_coming(head, match):
             return
-        needed = (
-            self.blocks_for(head) if self.knobs.contiguous else self._blocks_known(head) + self._watermark
-        )
-        seats, in_a_row = self.knobs.max_num_seqs, self.knobs.contiguous
-        for victim in choose_victims(self.pool, self.running, head, seats, needed, in_a_row=in_a_row):
+        in_a_row = self.knobs.contiguous
+        needed = self.blocks_for(head) if in_a_row else self._blocks_needed(head, match) + self._watermark
+        for victim in choose_victims(
+            self.pool,
+            self.running,
+            head,
+            self.knobs.max_num_seqs,
+            needed,
+            in_a_row=in_a_row,
+            lacks=self._lacks,
+        ):
             plan.preemptions.append(self.preempt(victim, now_ns, "priority", head.rid))
 
     # --- small parts ---
@@ -339,47 +494,63 @@ class Scheduler:
         return True
 
     def _match(self, request: Request) -> Match:
-        if not self.knobs.prefix_cache:
-            return Match([], MISS_OFF)
-        return self.cache.match(request.block_keys, request.token_ids, request.cache_salt)
+        return self.kv.find(request, prefix_cache=self.knobs.prefix_cache)
 
     def _is_coming(self, request: Request, match: Match) -> bool:
         """Whether the first block that is missing is being computed by a running request."""
         index = len(match.blocks)
         return (
             bool(self._in_flight)
+            and match.arena == "prefix"
             and index < (len(request.token_ids) - 1) // self.pool.block_size
             and request.block_keys[index] in self._in_flight
         )
 
     def _keep_full_blocks(self, request: Request) -> None:
-        full = request.num_computed // self.pool.block_size
-        keys, ids, salt = request.block_keys, request.token_ids, request.cache_salt
-        self.cache.extend_keys(keys, ids, salt, full * self.pool.block_size)
-        for index in range(request.num_keyed, full):
-            if self.cache.insert(keys, index, request.block_table[index], ids, salt):
-                self.pool.keep(request.block_table[index])
-            if self._in_flight.get(keys[index]) == request.rid:
-                del self._in_flight[keys[index]]
-        request.num_keyed = full
+        before = request.num_keyed
+        self.kv.keep_full_blocks(request)
+        for key in request.block_keys[before : request.num_keyed]:
+            if self._in_flight.get(key) == request.rid:
+                del self._in_flight[key]
 
     def _leave(self, request: Request) -> None:
         for key in request.block_keys[request.num_keyed :]:
             if self._in_flight.get(key) == request.rid:
                 del self._in_flight[key]
-        self.pool.release(request.block_table)
-        if self.pool.num_referenced(request.block_table[:1]):  # a chain is shared from its head on
-            for other in self.running:
-                self.pool.pass_on(request.block_table, other.block_table, other.rid)
-        request.block_table = []
-        request.num_keyed = 0
+        self._show_sharers(self.kv.leave(request))
         heapq.heappush(self._free_slots, request.slot)
         self._release_slot(request.slot)
         request.slot = NO_SLOT
 
-    def _blocks_known(self, request: Request) -> int:
-        """Blocks that the tokens known so far take."""
-        return -(-len(request.token_ids) // self.pool.block_size)
+    def _show_sharers(self, blocks: list[int], first: int = 0) -> None:
+        """Blocks were given back, the first of them at index ``first``: show them with an owner that runs."""
+        held = [block for block in blocks if block != NO_BLOCK]
+        if self.kv.window is None:
+            held = held[:1]  # a chain is shared from its head on
+        if self.pool.num_referenced(held):
+            for other in self.running:
+                self.pool.pass_on(blocks, other.block_table[first:], other.rid)
+
+    def _blocks_needed(self, request: Request, match: Match) -> int:
+        """Blocks that a request will hold at once for the tokens known so far."""
+        known = -(-request.num_known // self.pool.block_size)
+        if (window := self.kv.window) is None:
+            return known
+        return min(known - self.kv.lead(match.num_tokens), self._most_at_once(request, window))
+
+    def _lacks(self, request: Request) -> int:
+        """Blocks that a running request still needs for tokens it has already."""
+        table = request.block_table
+        lacking = max(0, -(-request.num_known // self.pool.block_size) - len(table))
+        if not lacking or (window := self.kv.window) is None:
+            return lacking
+        held = len(table) - self.kv.lead(request.num_computed)
+        return max(0, min(lacking, self._most_at_once(request, window) - held))
+
+    def _most_at_once(self, request: Request, window: int) -> int:
+        """Blocks that a window and one chunk after it can span."""
+        chunk = self.knobs.prefill_chunk_tokens if self.knobs.chunked_prefill else request.num_known
+        return (window + chunk - 1) // self.pool.block_size + 2
 
     @property
     def _watermark(self) -> int:
@@ -388,16 +559,25 @@ class Scheduler:
 
     def _promised(self) -> int:
         """Blocks that running requests still need for tokens they have already."""
-        return sum(max(0, self._blocks_known(r) - len(r.block_table)) for r in self.running)
+        return sum(map(self._lacks, self.running))
 
     def _order(self, request: Request) -> tuple[int, int]:
         if self.knobs.by_priority:
             return request.priority * self.knobs.ageing_ns + request.arrive_ns, request.rid
         return 0, request.rid
 
-    def _new_pool(self, num_blocks: int, block_size: int) -> None:
-        self.cache = PrefixCache(self._identity, block_size)
-        self.pool = BlockPool(num_blocks, block_size, self.cache.forget)
+    def _new_pool(
+        self, num_blocks: int, block_size: int, num_prefix_blocks: int, num_swap_blocks: int
+    ) -> None:
+        self.kv = KVManager(
+            num_blocks,
+            block_size,
+            identity=self._identity,
+            window=None if self.knobs.contiguous else self._window,
+            num_prefix_blocks=num_prefix_blocks,
+            num_swap_blocks=num_swap_blocks,
+        )
+        self.pool, self.cache = self.kv.pool, self.kv.cache
         self._in_flight.clear()
 
 
@@ -405,13 +585,21 @@ def _by_order(request: Request) -> tuple[int, int]:
     return request.order
 
 
-def _count(plan: StepPlan, request: Request, count: int) -> None:
+def _is_ending(request: Request) -> bool:
+    """Whether the token that it is owed is its last one."""
+    return request.num_pending > 0 and request.num_known >= request.max_total
+
+
+def _schedule(plan: StepPlan, rows: list[ScheduledRequest], request: Request, count: int) -> None:
+    """Put ``count`` tokens of a request into the step."""
     start = request.num_computed
-    if count == 1 and start >= request.num_prompt and start == len(request.token_ids) - 1:
+    if count == 1 and start >= request.num_prompt and start == request.num_known - 1:
+        rows.append(ScheduledRequest(request, 1))
         plan.decode_requests += 1
         plan.decode_tokens += 1
         return
+    recompute = max(0, min(start + count, request.high_water) - start)
+    rows.append(ScheduledRequest(request, count, recompute))
     plan.prefill_requests += 1
     plan.prefill_tokens += count
-    if start < request.high_water:
-        plan.recompute_tokens += min(start + count, request.high_water) - start
+    plan.recompute_tokens += recompute
