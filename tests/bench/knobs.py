@@ -167,14 +167,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             pairs=args.pairs,
         )
         _warm_up(session, "engine")
-        lost = _entries(session, args.specs, args.pairs, report, args.json)
+        lost = run_entries(session, args.specs, args.pairs, report, args.json)
     print()
     print(knob_report.summary(report.results))
     print(f"\n{knob_report.about(report)}")
     return 1 if lost or any(result.failed for result in report.results) else 0
 
 
-def _entries(session: Session, specs: Sequence[Spec], pairs: int, report: Report, file: Path) -> bool:
+def run_entries(session: Session, specs: Sequence[Spec], pairs: int, report: Report, file: Path) -> bool:
     """Run them all, writing the file after each. True if the engine was lost."""
     for spec in specs:
         begin = time.monotonic()
