@@ -1,13 +1,15 @@
 """What is measured of a step, and how each figure is defined.
 
 Times are differences of one monotonic clock, whole microseconds. A step begins when its plan is made and
-ends when its rows are ready for the sink; what the sink took is told in the next step's ``publish_us``. A
-request's ``sched_ns`` and ``first_ns`` keep their first value whatever happens later. Prefix hits are
-counted once, when a request is first admitted: what it finds of its own blocks after a preemption is in
-``resume_hit_tok`` only. ``prefill_tok`` holds every computed token that is not a decode step's single new
-one, so also those that a preemption made necessary again; ``recompute_tok`` is that part of it. A request's
-``computed_tok`` is all the work done for it: recomputed tokens count again, prefix hits do not. The share
-of the pool in use is ``used_blk / (used_blk + cached_blk + free_blk)``: cached blocks count as not in use.
+ends when its tokens were taken; what the sink took is told in the next step's ``publish_us``. Where steps
+overlap, the next one begins before this one ends, and ``dur_us`` counts only what lies after that end, so
+that no moment is counted twice. A request's ``sched_ns`` and ``first_ns`` keep their first value whatever
+happens later. Prefix hits are counted once, when a request is first admitted: what it finds of its own blocks
+after a preemption is in ``resume_hit_tok`` only. ``prefill_tok`` holds every computed token that is not a
+decode step's single new one, so also those that a preemption made necessary again; ``recompute_tok`` is that
+part of it. A request's ``computed_tok`` is all the work done for it: recomputed tokens count again, prefix
+hits do not. The share of the pool in use is ``used_blk / (used_blk + cached_blk + free_blk)``: cached blocks
+count as not in use.
 """
 
 from __future__ import annotations
@@ -65,16 +67,46 @@ class StageTotals:
         return self.plan_ns, self.prepare_ns, self.copy_ns, self.forward_ns, self.sample_ns
 
 
+class MeterReader:
+    """What the meters have gained since they were last read here."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._meters = meters
+        self._read = self._now()
+
+    def take(self) -> tuple[int, int, int]:
+        """Whole microseconds of tokenizing, detokenizing and sending since the last call."""
+        before, self._read = self._read, self._now()
+        tokenize, detokenize, send = (now - then for now, then in zip(self._read, before, strict=True))
+        return tokenize, detokenize, send
+
+    def _now(self) -> tuple[int, int, int]:
+        meters = self._meters
+        return meters.tokenize_ns // 1000, meters.detokenize_ns // 1000, meters.send_ns // 1000
+
+
 @dataclass(slots=True)
 class StepClock:
-    """Instants of one step in nanoseconds, in the order in which they are passed."""
+    """Instants of one step in nanoseconds, in the order in which they are passed, and two durations.
+
+    ``staged``: planned and prepared. ``computed``: its forward pass and sampling are done. ``end``: its
+    tokens were taken. ``prepare`` is all that preparing took, ``hidden`` the part of its planning and
+    preparing, and of publishing the step before, that was done while a forward pass ran.
+    """
 
     begin: int = 0
     planned: int = 0
+    staged: int = 0
+    launched: int = 0
     computed: int = 0
-    accepted: int = 0
-    detokenized: int = 0
     end: int = 0
+    prepare: int = 0
+    hidden: int = 0
+
+
+def hidden_ns(begin_ns: int, end_ns: int, computed_ns: int) -> int:
+    """The part of [begin_ns, end_ns] that lies before the forward pass beside it was done."""
+    return max(0, min(end_ns, computed_ns) - begin_ns)
 
 
 def step_row(
@@ -84,49 +116,53 @@ def step_row(
     out: StepOutput,
     scheduler: Scheduler,
     *,
+    text_us: tuple[int, int, int],
+    recompute_ns: int,
     publish_ns: int,
+    before_ns: int,
     attention: str,
     cfg_rev: int,
 ) -> StepRow:
-    """One step's row, taken after its tokens were accepted."""
+    """One step's row, taken after its tokens were accepted. ``before_ns``: when the step before ended."""
     pool = scheduler.pool
+    tokenize_us, detokenize_us, send_us = text_us
     return StepRow(
         v=2,
         step=step,
         t_ns=clock.begin,
-        dur_us=(clock.end - clock.begin) // 1000,
-        tokenize_us=0,
+        dur_us=(clock.end - max(clock.begin, before_ns)) // 1000,
+        tokenize_us=tokenize_us,
         plan_us=(clock.planned - clock.begin) // 1000,
-        prepare_us=round(out.prepare_s * 1e6),
-        copy_us=0,
+        prepare_us=clock.prepare // 1000,
+        copy_us=round(out.copy_s * 1e6),
         forward_us=round(out.forward_s * 1e6),
-        attention_us=None,
-        linear_us=None,
-        head_us=None,
+        attention_us=_us(out.attention_s),
+        linear_us=_us(out.linear_s),
+        head_us=_us(out.head_s),
         sample_us=round(out.sample_s * 1e6),
-        detokenize_us=(clock.detokenized - clock.accepted) // 1000,
-        send_us=0,
+        detokenize_us=detokenize_us,
+        send_us=send_us,
         publish_us=publish_ns // 1000,
-        overlap_us=0,
+        overlap_us=clock.hidden // 1000,
         prefill_reqs=plan.prefill_requests,
         decode_reqs=plan.decode_requests,
         prefill_tok=plan.prefill_tokens,
         decode_tok=plan.decode_tokens,
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
-        preempted=len(plan.preempted),
+        preempted=len(plan.preemptions),
         recompute_tok=plan.recompute_tokens,
-        recompute_us=0,
+        recompute_us=recompute_ns // 1000,
         used_blk=pool.num_used,
         cached_blk=pool.num_cached,
         free_blk=pool.num_free,
         used_tok=pool.used_tokens,
-        host_blk=0,
-        swapped_blk=0,
-        copied_blk=0,
+        host_blk=scheduler.host_blocks_used,
+        swapped_blk=scheduler.swap_blocks_used,
+        copied_blk=out.copied_blocks,
         query_tok=plan.query_tokens,
         hit_tok=plan.hit_tokens,
-        host_hit_tok=0,
+        host_hit_tok=plan.host_hit_tokens,
         weight_bytes=out.weight_bytes,
         kv_bytes=out.kv_bytes,
         flops=out.flops,
@@ -134,3 +170,7 @@ def step_row(
         kernels=out.kernels,
         cfg_rev=cfg_rev,
     )
+
+
+def _us(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1e6)
