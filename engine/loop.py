@@ -11,27 +11,28 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-import torch
-
+from engine import reconfigure
 from engine.answer import Answers, Event
 from engine.block_pool import BlockView
-from engine.config import GIB, EngineConfig
+from engine.calibration import calibration_ids
+from engine.config import EngineConfig
 from engine.door import RequestRefused, check_fit, check_request, check_whole
-from engine.knob_store import KnobStore, PatchRefused, Proposal
-from engine.kv_cache import KVCache
+from engine.identity import answer_identity, kv_identity
+from engine.knob_store import KnobStore, Proposal
+from engine.layout import Layout, layout_of
+from engine.mailbox import Cancel, Closed, Mailbox, StopFound
 from engine.memory import kv_pool_bytes
-from engine.metrics import Meters, StageTotals, StepClock, step_row
+from engine.metrics import MeterReader, Meters, StageTotals
 from engine.models.loader import LoadedModel
-from engine.plan import StepPlan
-from engine.reconfigure import reconfigure, text_of
+from engine.pipeline import Landing, Pipeline
+from engine.pulse import Pulse
 from engine.request import Request
 from engine.result_cache import ResultCache
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerKnobs
-from ipc.messages import MAX_BLOCKS, ApplyEvent, DeviceInfo, EngineState, ErrorCode, KnobValue, Phase
+from ipc.messages import DeviceInfo, EngineState, KnobValue, Phase
 
 __all__ = ["BlockView", "EngineCore", "Event", "RequestRefused"]
 
@@ -45,9 +46,9 @@ BUSY_RETRY_MS = 1000
 class EngineCore:
     """One model, one scheduler, one step thread.
 
-    ``sink`` gets the events of each step on the step thread, at most once a step, and what clients are told
-    on the delivery thread; it must not block. Stream items name a request by its rid alone: whoever submitted
-    it keeps the way back. Log lines go through `logging`. ``clock_ns`` is the engine's monotonic clock.
+    ``sink`` gets events from the step thread, at most once a step, and those of request streams from the
+    delivery thread; it must not block. Stream items name a request by its rid alone: whoever submitted it
+    keeps the way back. Log lines go through `logging`. ``clock_ns`` is the engine's monotonic clock.
     """
 
     def __init__(
@@ -61,17 +62,18 @@ class EngineCore:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         consume: bool = False,
     ) -> None:
-        """Allocates the KV pool. MemoryError if it does not fit, ValueError if it would hold no block.
+        """Allocates the KV pool and what host memory the knobs ask for.
 
-        ``consume`` takes the weights out of ``loaded``, so that they are not held twice.
+        MemoryError if it does not fit, PatchRefused if it is known not to, ValueError if the pool would hold
+        no block. ``consume`` takes the weights out of ``loaded``, so that they are not held twice.
         """
         self.loaded = loaded
         self.config = config
         self.knobs = knobs
         self.max_model_len = min(config.max_model_len or loaded.spec.max_model_len, loaded.spec.max_model_len)
-        self.phase: Phase = "ready"
+        self.text_meters = Meters()
         self._device_info = device_info
-        self._clock = clock_ns
+        self.clock_ns = clock_ns
         embed = loaded.weights["embed"]
         self._dtype, device = embed.dtype, embed.device
         self.runner = ModelRunner(
@@ -81,89 +83,86 @@ class EngineCore:
             attention=str(knobs["attention"]),
             max_model_len=self.max_model_len,
             consume=consume,
+            check=config.check,
+            calibration_ids=calibration_ids(loaded.tokenizer, self.max_model_len),
         )
-        self._pool_bytes = kv_pool_bytes(config, device)  # of what the weights have left
-        num_blocks, block_size = self.pool_shape(knobs.values)
-        if num_blocks < 1:
-            raise ValueError(f"the KV pool is too small for even one block of {block_size} tokens")
-        self.runner.allocate_kv(num_blocks, block_size)
+        self.pool_bytes = kv_pool_bytes(config, device)  # of what the weights have left
+        without_host = {**knobs.values, "kv_host_gib": 0.0, "preemption": "recompute"}
+        self.layout: Layout = layout_of(without_host, self.runner, self.pool_bytes)  # what is really there
+        layout = self.layout
+        self.runner.set_window(layout.window)
+        self.runner.allocate_kv(layout.num_blocks, layout.block_size, layout.kv_dtype)
         self.scheduler = Scheduler(
             SchedulerKnobs.of(knobs.values),
-            num_blocks=num_blocks,
-            block_size=block_size,
-            identity=f"{loaded.info.sha256 or loaded.info.path}|{loaded.info.name}|{self._dtype}",
-            release_slot=self.runner.release,
+            num_blocks=layout.num_blocks,
+            block_size=layout.block_size,
+            identity=kv_identity(loaded.info, self.runner, knobs.values),
+            release_slot=lambda slot: self.pipeline.release(slot),
+            window=self.runner.window,
         )
-        self.text_meters = Meters()
-        self.stages = StageTotals()
-        info = loaded.info
-        self.results = ResultCache(
-            f"{info.sha256 or info.path}|{info.name}|{info.format}|{self._dtype}|{info.tokenizer_sha256}|"
-            f"{self.max_model_len}|{self.runner.kernels}"
-        )
+        self.results = ResultCache(answer_identity(loaded.info, self.runner, self.max_model_len))
+        stages = StageTotals()
         self.answers = Answers(
             self.scheduler,
             loaded.tokenizer,
             sink,
-            on_stop=lambda rid: self._put(rid),
+            on_stop=lambda rid: self._inbox.put(StopFound(rid)),
             results=self.results,
             meters=self.text_meters,
-            stages=self.stages,
+            stages=stages,
             clock_ns=clock_ns,
         )
         self.answers.cfg_rev = knobs.rev
-        self._obey()
-
-        now = clock_ns()
+        self.pipeline = Pipeline(
+            self.runner,
+            self.scheduler,
+            self.answers,
+            stages,
+            MeterReader(self.text_meters),
+            clock_ns,
+            check=config.check,
+        )
+        self._pulse = Pulse(config, self.scheduler, self.answers, self.state, clock_ns)
         self._rids = itertools.count(1)
-        self._inbox: deque[Request | tuple[list[int], str] | Proposal | int] = deque()
-        self._wakeup = threading.Condition()
-        self._closed = False
-        self._since_ns = now
-        self._reason = ""
-        self._step = 0
-        self._last_step_ns = now
-        self._progress_ns = now
-        self._view_ns = 0
-        self._view_due = True
-        self._progress_rows_ns = now
-        self._publish_ns = 0
+        self._inbox = Mailbox()
+        self._doomed: dict[int, str | None] = {}  # to be ended once their step has landed: why, None: stopped
+        self._num_begun = 0
+        self._wake_ns: int | None = None
+        reconfigure.set_up(self)
 
     # --- any thread ---
 
     @property
+    def phase(self) -> Phase:
+        return self._pulse.phase
+
+    @property
     def step_count(self) -> int:
-        return self._step
+        """Steps launched since start."""
+        return self.pipeline.num_launched
 
     @property
     def last_step_ns(self) -> int:
         """When the last step, or look at an empty queue, ended: its age shows a loop that hangs."""
-        return self._last_step_ns
+        return self._pulse.beat_ns
 
     def new_rid(self) -> int:
         """A fresh request id."""
         return next(self._rids)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. RequestRefused if it can never run here, or if too many are waiting."""
+        """Queue a request, or answer it from the result cache.
+
+        RequestRefused if it can never run here, or if too many are waiting.
+        """
         if request.rid in self.answers.live:
             raise ValueError(f"request id {request.rid} is in use; take ids from new_rid")
         if self.phase in ("failed", "stopping"):
-            raise RequestRefused("not_ready", f"the engine is {self.phase}: {self._reason}")
+            raise RequestRefused("not_ready", f"the engine is {self.phase}: {self._pulse.reason}")
         check_request(request, vocab_size=self.loaded.spec.vocab_size, max_model_len=self.max_model_len)
         request.max_total = min(request.num_prompt + request.sampling.max_tokens, self.max_model_len)
         if not request.stream:
             check_whole(request, self.loaded.tokenizer)
-        request.stop_ids = frozenset(request.sampling.stop_token_ids) | (
-            frozenset() if request.sampling.ignore_eos else self.loaded.eos_token_ids
-        )
-        request.arrive_ns = request.arrive_ns or self._clock()
-        with self._wakeup:
-            if self._closed:
-                raise RequestRefused("not_ready", "the engine is stopping")
-            if self.answers.enter(request):
-                self._wakeup.notify()
-                return
         pool = self.scheduler.pool
         check_fit(request, self.scheduler.blocks_for(request), pool.num_blocks, pool.block_size)
         limit = int(self.knobs["max_num_queued"] or 0)
@@ -171,11 +170,21 @@ class EngineCore:
             raise RequestRefused(
                 "busy", f"{limit} requests are waiting already; come back later", BUSY_RETRY_MS
             )
-        self._put(request)
+        sampling = request.sampling
+        request.stop_ids = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else self.loaded.eos_token_ids
+        )
+        request.arrive_ns = request.arrive_ns or self.clock_ns()
+        if self.answers.enter(request):
+            return
+        try:
+            self._inbox.put(request)
+        except Closed:
+            raise RequestRefused("not_ready", "the engine is stopping") from None
 
     def cancel(self, rids: Iterable[int], why: str = "cancelled") -> None:
         """End requests. Unknown and finished ids are ignored; each live one gets its Done."""
-        self._put((list(rids), why))
+        self._inbox.put(Cancel(list(rids), why))
 
     def propose(self, patch: Mapping[str, KnobValue], expect_rev: int, *, dry_run: bool = False) -> Proposal:
         """Validate a patch and queue it for the gap between two steps. PatchRefused if it is not taken.
@@ -184,47 +193,40 @@ class EngineCore:
         """
         proposal = self.knobs.propose(patch, expect_rev, dry_run=dry_run)
         if not dry_run:
-            self._put(proposal)
+            self._inbox.put(proposal)
         return proposal
 
     def state(self) -> EngineState:
-        """Phase, counts, pool and model as they are now."""
+        """Phase, counts, memory and model as they are now."""
         pending = self.knobs.pending
-        pool = self.scheduler.pool
+        pool, kv, results = self.scheduler.pool, self.runner.kv, self.results
         return EngineState(
             phase=self.phase,
-            since_ns=self._since_ns,
+            since_ns=self._pulse.since_ns,
             cfg_rev=self.knobs.rev,
             pending_apply=pending.apply_id if pending is not None else None,
-            reason=self._reason[:4096],
+            reason=self._pulse.reason[:4096],
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
+            kv_dtype="" if kv is None else str(kv.dtype).removeprefix("torch."),
+            kv_bytes=0 if kv is None else kv.nbytes,
+            host_kv_bytes=self.runner.host_nbytes("prefix"),
+            swap_bytes=self.runner.host_nbytes("swap"),
+            result_n=results.num_answers,
+            result_bytes=results.nbytes,
+            result_hits=results.hits,
+            ended=max(0, self._num_begun - len(self.answers.live)) + results.hits,
+            prefill_tok=self.pipeline.prefill_tokens,
+            decode_tok=self.pipeline.decode_tokens,
             model=self.loaded.info,
             device=self._device_info,
         )
 
-    def pool_shape(self, values: Mapping[str, KnobValue]) -> tuple[int, int]:
-        """Number of blocks and tokens of a block that these knob values ask for.
-
-        ValueError for more blocks than the block map of the protocol can show.
-        """
-        block_size = int(values["block_size"] or 0)
-        budget = int(float(values["kv_pool_gib"] or 0) * GIB) or self._pool_bytes
-        spec, dtype = self.loaded.spec, self._dtype
-        num_blocks = KVCache.max_blocks(budget, spec, block_size=block_size, dtype=dtype)
-        if num_blocks > MAX_BLOCKS:
-            raise ValueError(
-                f"a KV pool of {budget / GIB:.2f} GiB has {num_blocks} blocks of {block_size} tokens, at "
-                f"most {MAX_BLOCKS} are possible; choose a larger block_size or a smaller pool"
-            )
-        return num_blocks, block_size
-
     def wake(self) -> None:
         """Make a sleeping loop look again."""
-        with self._wakeup:
-            self._wakeup.notify()
+        self._inbox.wake()
 
     # --- step thread ---
 
@@ -237,123 +239,152 @@ class EngineCore:
         try:
             self._run(stop)
         finally:
-            with self._wakeup:
-                self._closed = True
             self.answers.delivery.stop()
+            self.pipeline.stop()
             gc.unfreeze()
 
     def _run(self, stop: threading.Event) -> None:
         while not stop.is_set():
             if self.step():
                 continue
-            with self._wakeup:
-                if not self._inbox and not stop.is_set():
-                    self._wakeup.wait(STUCK_WAIT_S if self.answers.live else IDLE_WAIT_S)
-        self._set_phase("stopping", "")
-        with self._wakeup:
-            self._closed = True  # whatever is put from now on is refused, so nothing is left without an end
-        self._take_inbox(self._clock())
-        self.answers.finish_all("cancelled", self._clock(), message="the engine stopped")
-        self._flush()
+            self._inbox.wait(self._rest_s(), unless=stop.is_set)
+        self._guarded(self._end)
+
+    def _rest_s(self) -> float:
+        """How long there is nothing to do, unless something comes in."""
+        if not self.answers.live:
+            return IDLE_WAIT_S
+        if self._wake_ns is None:
+            return STUCK_WAIT_S
+        return min(IDLE_WAIT_S, max(0, self._wake_ns - self.clock_ns()) / 1e9)
 
     def step(self) -> bool:
-        """One synchronous step. True if anything was done.
+        """Stage, launch and land steps as far as that goes without waiting. True if anything was done.
 
-        A fault of the engine itself ends every request with an error, leaves it failed and is raised.
+        Without overlap one step is computed. With it, one is in flight when this returns, as long as there is
+        work. A fault of the engine itself ends every request with an error, leaves it failed and is raised.
         """
+        return self._guarded(self._do_step)
+
+    def _guarded(self, act: Callable[[], bool]) -> bool:
         try:
-            return self._do_step()
+            return act()
         except Exception as error:
-            self._set_phase("failed", f"{type(error).__name__}: {error}")
+            self.pipeline.abandon()
+            self._pulse.set_phase("failed", f"{type(error).__name__}: {error}")
             self.knobs.abandon()
             self.answers.finish_all(
-                "error", self._clock(), code="internal", message=f"the engine failed: {error}"
+                "error", self.clock_ns(), code="internal", message=f"the engine failed: {error}"
             )
             self._flush()
             raise
 
-    def _do_step(self) -> bool:
-        took = self._take_inbox(self._clock())
-        clock = StepClock(begin=self._clock())
-        plan = self.scheduler.plan(clock.begin) if self.answers.live else None
-        clock.planned = self._clock()
-        if plan is not None:
-            self.answers.note_plan(plan)
-        if plan is not None and plan.scheduled:
-            self._compute(plan, clock)
-            self._progress_ns = clock.planned
-            self._view_due = True
-            if self.phase == "stalled":
-                self._set_phase("ready", "")
-        else:
-            self._look_for_stall(plan, clock.planned)
-        self._publish_view(clock.planned)
-        self._publish_progress(clock.planned)
+    def _end(self) -> bool:
+        """The loop was asked to stop: what was computed is delivered, then everything is cancelled."""
+        if self.pipeline.in_flight:
+            self._land()
+        self._pulse.set_phase("stopping")
+        self._inbox.close()
+        self._take_inbox(self.clock_ns())
+        self.answers.finish_all("cancelled", self.clock_ns(), message="the engine stopped")
         self._flush()
-        self._last_step_ns = self._clock()
-        return took or (plan is not None and bool(plan.scheduled or plan.preempted))
+        return True
 
-    def _compute(self, plan: StepPlan, clock: StepClock) -> None:
-        self._step += 1
-        try:
-            out = self.runner.execute(plan)
-        except torch.AcceleratorError:
-            raise  # the device's context is lost: every later step would fail too
-        except (RuntimeError, ValueError, IndexError, MemoryError) as error:
-            log.exception(
-                "step %d failed; its %d requests end with an error", self._step, len(plan.scheduled)
-            )
-            code: ErrorCode = (
-                "oom" if isinstance(error, (MemoryError, torch.OutOfMemoryError)) else "internal"
-            )
-            why = text_of(error)
-            for scheduled in plan.scheduled:
-                self.answers.finish(scheduled.request, "error", self._clock(), code=code, message=why)
-            return
-        clock.computed = self._clock()
-        self.scheduler.advance(plan)
-        self.answers.accept(plan, out, clock.computed)
-        clock.accepted = clock.detokenized = self._clock()
-        if self.config.check:
-            self.scheduler.check()
-        clock.end = self._clock()
-        self.answers.events.append(
-            step_row(
-                self._step,
-                clock,
-                plan,
-                out,
-                self.scheduler,
-                publish_ns=self._publish_ns,
-                attention=self.runner.attention_name,
-                cfg_rev=self.knobs.rev,
-            )
+    def _do_step(self) -> bool:
+        pipeline = self.pipeline
+        took = self._take_inbox(self.clock_ns())
+        flew = pipeline.in_flight
+        step = None
+        if flew:
+            if self._may_stage():
+                step = pipeline.stage(self._doomed)
+            landing = self._land()
+            step = pipeline.settle(step, landing) if step is not None else None
+            if step is None:
+                took |= self._take_inbox(self.clock_ns())
+        if step is None:
+            if reconfigure.swap_space_is_idle(self):
+                reconfigure.release_swap_space(self, self.clock_ns())
+            if self.answers.live:
+                step = pipeline.stage()
+        launched = step is not None and bool(step.plan.scheduled)
+        if step is not None and launched:
+            pipeline.launch(step)
+            if not pipeline.overlap:
+                self._land()
+        elif step is not None:
+            pipeline.forgo(step)
+        plan = step.plan if step is not None else None
+        self._wake_ns = plan.wake_ns if plan is not None else None
+        if plan is None or launched or flew or plan.wake_ns is not None:
+            self._pulse.moved()
+        else:
+            self._pulse.look_for_stall(plan.reason)
+        self._pulse.publish()
+        self._flush()
+        self._pulse.beat_ns = self.clock_ns()
+        return took or flew or launched or (plan is not None and bool(plan.preemptions))
+
+    def _may_stage(self) -> bool:
+        """Whether the next step may be staged while one is in flight, or the pipeline is to run empty."""
+        return (
+            bool(self.answers.live)
+            and not self._inbox.has_change_next
+            and not reconfigure.swap_space_is_idle(self)
         )
 
+    def _land(self) -> Landing:
+        """Take the results of the step in flight, then end who was to be ended meanwhile."""
+        landing = self.pipeline.land()
+        self._pulse.blocks_changed()
+        now = self.clock_ns()
+        if landing == "copies lost":
+            reconfigure.start_over(self, now)
+        doomed, self._doomed = self._doomed, {}
+        for rid, why in doomed.items():
+            self._finish(rid, why, now)
+        return landing
+
     def _take_inbox(self, now_ns: int) -> bool:
-        """Act on what came in. True if anything did."""
+        """Act on what came in, up to a change of the configuration while a step is in flight.
+
+        True if anything was done.
+        """
         took = False
         while self._inbox:
-            item = self._inbox.popleft()
+            if self._inbox.has_change_next and self.pipeline.in_flight:
+                break
             took = True
-            if isinstance(item, Request):
-                self._accept_request(item, now_ns)
-            elif isinstance(item, Proposal):
-                if self.phase == "stopping":
-                    self.knobs.abandon()
-                else:
-                    self._apply(item, now_ns)
-            elif isinstance(item, int):
-                self.answers.stopped(item, now_ns)
-            else:
-                rids, why = item
-                for rid in rids:
-                    if (request := self.answers.live.get(rid)) is not None:
-                        self.answers.finish(request, "cancelled", now_ns, code="cancelled", message=why)
-                self._view_due = True
+            match self._inbox.take():
+                case Request() as request:
+                    self._accept_request(request, now_ns)
+                case Proposal() as proposal:
+                    self._apply(proposal, now_ns)
+                case StopFound(rid):
+                    self._finish(rid, None, now_ns)
+                case Cancel(rids, why):
+                    for rid in rids:
+                        self._finish(rid, why, now_ns)
+                    self._pulse.blocks_changed()
         return took
 
+    def _finish(self, rid: int, why: str | None, now_ns: int) -> None:
+        """End a request that was cancelled (``why``) or has met a stop string (None), if it is still there.
+
+        One that a step in flight computes for is ended after it, as its blocks and its slot are in use.
+        """
+        request = self.answers.live.get(rid)
+        if request is None:
+            return
+        if self.pipeline.holds(request):
+            self._doomed.setdefault(rid, why)
+        elif why is None:
+            self.answers.stopped(rid, now_ns)
+        else:
+            self.answers.finish(request, "cancelled", now_ns, code="cancelled", message=why)
+
     def _accept_request(self, request: Request, now_ns: int) -> None:
+        self._num_begun += 1
         self.answers.begin(request)
         pool = self.scheduler.pool
         try:  # again, because the pool may have been rebuilt since
@@ -363,86 +394,18 @@ class EngineCore:
 
     def _apply(self, proposal: Proposal, now_ns: int) -> None:
         """Change the configuration between two steps, or leave all as it was and say why."""
-        if proposal.mode != "step":
-            self._set_phase("applying", "")
-            self._flush()
-        preempted, why = 0, ""
-        try:
-            preempted = reconfigure(self, proposal, now_ns)
-        except (PatchRefused, MemoryError, RuntimeError, ValueError) as error:
-            why = text_of(error)
+        if self.phase == "stopping":
             self.knobs.abandon()
-        else:
-            self.answers.cfg_rev = self.knobs.commit(proposal)
-            self._obey()
-        self._view_due = True
-        self._view_ns = 0
-        done_ns = self._clock()
-        self.answers.events.append(
-            ApplyEvent(
-                apply_id=proposal.apply_id,
-                from_rev=proposal.from_rev,
-                to_rev=self.knobs.rev,
-                result="rolled_back" if why else "ok",
-                t_ns=done_ns,
-                at_step=self._step + 1,
-                took_us=(done_ns - now_ns) // 1000,
-                mode=proposal.mode,
-                patch=dict(proposal.changed),
-                preempted=preempted,
-                why=why[:4096],
-            )
-        )
-        if why:
-            log.warning("change %d was rolled back: %s", proposal.apply_id, why)
+            return
+        if proposal.mode != "step":
+            self._pulse.set_phase("applying")
+            self._flush()
+        reconfigure.carry_out(self, proposal, now_ns)
+        self._pulse.blocks_changed(show_at_once=True)
         if self.phase == "applying":
-            self._set_phase("ready", "")
-
-    def _obey(self) -> None:
-        """Have the parts that read no plan obey the knobs as they are."""
-        self.answers.delivery.batched = bool(self.knobs["batched_detokenize"])
-        self.results.configure(self.knobs.values)
-
-    def _look_for_stall(self, plan: StepPlan | None, now_ns: int) -> None:
-        """Work waits and nothing was done: after a while that is a stall, told to everybody."""
-        if plan is None:
-            self._progress_ns = now_ns
-            if self.phase == "stalled":
-                self._set_phase("ready", "")
-            return
-        waited_s = (now_ns - self._progress_ns) / 1e9
-        if waited_s < self.config.stall_after_s or self.phase == "stalled":
-            return
-        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        reason = f"{waiting} requests wait and {running} run, but nothing was computed for {waited_s:.1f} s"
-        self._set_phase("stalled", f"{reason}: {plan.reason or 'the plan is empty'}")
-        log.error("%s", self._reason)
-
-    def _publish_view(self, now_ns: int) -> None:
-        interval_ns = int(self.config.block_view_interval_s * 1e9)
-        if self._view_due and (now_ns - self._view_ns >= interval_ns or not self.answers.live):
-            self.answers.events.append(self.scheduler.pool.view(now_ns))
-            self._view_ns = now_ns
-            self._view_due = False
-
-    def _publish_progress(self, now_ns: int) -> None:
-        """Rows of the running requests, so that whoever watches sees their tokens grow."""
-        if now_ns - self._progress_rows_ns >= int(self.config.progress_interval_s * 1e9):
-            self._progress_rows_ns = now_ns
-            self.answers.events += [request.row() for request in self.scheduler.running]
-
-    def _set_phase(self, phase: Phase, reason: str) -> None:
-        self.phase, self._reason, self._since_ns = phase, reason, self._clock()
-        self.answers.events.append(self.state())
+            self._pulse.set_phase("ready")
 
     def _flush(self) -> None:
-        begin = self._clock()
+        begin = self.clock_ns()
         self.answers.flush()
-        self._publish_ns = self._clock() - begin
-
-    def _put(self, item: Request | tuple[list[int], str] | Proposal | int) -> None:
-        with self._wakeup:
-            if self._closed and isinstance(item, Request):
-                raise RequestRefused("not_ready", "the engine is stopping")
-            self._inbox.append(item)
-            self._wakeup.notify()
+        self.pipeline.published_ns = (begin, self.clock_ns())

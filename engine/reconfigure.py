@@ -2,53 +2,112 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.config import GIB
 from engine.door import RequestRefused, check_fit
+from engine.identity import kv_identity
 from engine.knob_store import PatchRefused, Proposal
-from engine.memory import free_bytes
+from engine.layout import Layout, NoRoom, check_room, layout_of
+from engine.plan import Arena, StepPlan
+from engine.runner import CopyFailed
 from engine.scheduler import SchedulerKnobs
-from ipc.messages import KnobValue
+from ipc.messages import ApplyEvent, KnobValue, Preempted
 
 if TYPE_CHECKING:
     from engine.loop import EngineCore
+
+log = logging.getLogger(__name__)
+
+ARENAS: tuple[Arena, ...] = ("prefix", "swap")
 
 
 class NoWayBack(Exception):
     """A change failed and so did going back: the engine has no KV pool any more and cannot go on."""
 
 
-def reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> int:
-    """Make the proposed values real. Returns how many running requests will go on by recompute.
+def carry_out(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
+    """Make the proposed values real and tell of it. No step may be in flight.
 
-    On failure everything is put back as it was, but for the content of the KV pool where that was rebuilt
-    already, and the error is raised: PatchRefused, MemoryError, RuntimeError or ValueError. NoWayBack if even
-    that fails.
+    On failure everything is put back as it was, but for the content of what was rebuilt already, and the
+    reason is told. NoWayBack if even that fails.
     """
-    old = core.knobs.values
-    new = {**old, **proposal.changed}
-    if proposal.mode in ("reload", "restart"):
-        raise PatchRefused("unsupported", f"{', '.join(proposal.changed)} can only be chosen at start")
-    if proposal.mode == "rebuild_kv":
-        _check_pool(core, new)
-    preempted = 0
+    events = core.answers.events
+    before, why = len(events), ""
     try:
-        if new["attention"] != old["attention"]:
-            core.runner.set_attention(str(new["attention"]))
-        core.scheduler.configure(SchedulerKnobs.of(new))
-        if proposal.mode == "rebuild_kv":
-            preempted = _rebuild(core, new, now_ns)
-    except (MemoryError, RuntimeError, ValueError) as error:
-        try:
-            _put_back(core, old, now_ns)
-        except (MemoryError, RuntimeError, ValueError) as worse:
-            raise NoWayBack(
-                f"the change could neither be applied nor undone: {text_of(error)}; then {text_of(worse)}"
-            ) from worse
-        raise
-    return preempted
+        make_copies(core, now_ns)
+        _reconfigure(core, proposal, now_ns)
+    except (PatchRefused, MemoryError, RuntimeError, ValueError) as error:
+        why = text_of(error)
+        core.knobs.abandon()
+        log.warning("change %d was rolled back: %s", proposal.apply_id, why)
+    else:
+        core.answers.cfg_rev = core.knobs.commit(proposal)
+    done_ns = core.clock_ns()
+    events.append(
+        ApplyEvent(
+            apply_id=proposal.apply_id,
+            from_rev=proposal.from_rev,
+            to_rev=core.knobs.rev,
+            result="rolled_back" if why else "ok",
+            t_ns=done_ns,
+            at_step=core.step_count + 1,
+            took_us=(done_ns - now_ns) // 1000,
+            mode=proposal.mode,
+            patch=dict(proposal.changed),
+            preempted=sum(isinstance(event, Preempted) for event in events[before:]),
+            why=why[:4096],
+        )
+    )
+
+
+def set_up(core: EngineCore) -> None:
+    """Make the start values real, once there is a pool. PatchRefused or MemoryError if that cannot be."""
+    values = core.knobs.values
+    layout = _wanted(core, values)
+    _check(core, layout, rebuild=False)
+    _apply(core, values, layout, 0, rebuild=False)
+
+
+def start_over(core: EngineCore, now_ns: int) -> None:
+    """Empty the pool and the arenas, whose content cannot be relied on, and let everybody compute again."""
+    layout = core.layout
+    core.answers.note_preempted(
+        core.scheduler.rebuild(
+            layout.num_blocks,
+            layout.block_size,
+            now_ns,
+            identity=kv_identity(core.loaded.info, core.runner, core.knobs.values),
+            window=core.runner.window,
+        )
+    )
+
+
+def make_copies(core: EngineCore, now_ns: int) -> None:
+    """Make the copies that a plan ordered which was not launched, before the arenas may change."""
+    copies = core.scheduler.take_copies()
+    if not copies:
+        return
+    try:
+        core.runner.execute(StepPlan(), copies)
+    except CopyFailed as error:
+        log.error("blocks could not be copied, everybody computes again: %s", error)
+        start_over(core, now_ns)
+
+
+def swap_space_is_idle(core: EngineCore) -> bool:
+    """Whether swap space is held though swapping is off and everybody has come back who was in it."""
+    return bool(
+        core.layout.swap_blocks and core.knobs["preemption"] != "swap" and not core.scheduler.num_swapped
+    )
+
+
+def release_swap_space(core: EngineCore, now_ns: int) -> None:
+    """Free idle swap space. No step may be in flight."""
+    make_copies(core, now_ns)
+    _resize(core, "swap", 0)
 
 
 def text_of(error: Exception) -> str:
@@ -56,45 +115,112 @@ def text_of(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _rebuild(core: EngineCore, values: Mapping[str, KnobValue], now_ns: int) -> int:
-    shape = core.pool_shape(values)
-    preempted = core.scheduler.rebuild(*shape, now_ns)
-    core.answers.events.extend(preemption.request.row() for preemption in preempted)
-    if _shape_of_pool(core) != shape:
-        core.runner.free_kv()
-        core.runner.allocate_kv(*shape)
-    return len(preempted)
+def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
+    """Make the proposed values real, or put everything back and raise."""
+    old = core.knobs.values
+    new = {**old, **proposal.changed}
+    if proposal.mode in ("reload", "restart"):
+        raise PatchRefused("unsupported", f"{', '.join(proposal.changed)} can only be chosen at start")
+    layout = _wanted(core, new)
+    _check(core, layout, rebuild=proposal.mode == "rebuild_kv")
+    try:
+        _apply(core, new, layout, now_ns, rebuild=proposal.mode == "rebuild_kv")
+    except (MemoryError, RuntimeError, ValueError) as error:
+        try:
+            _apply(core, old, _wanted(core, old), now_ns, rebuild=False)
+        except (MemoryError, RuntimeError, ValueError) as worse:
+            raise NoWayBack(
+                f"the change could neither be applied nor undone: {text_of(error)}; then {text_of(worse)}"
+            ) from worse
+        raise
 
 
-def _put_back(core: EngineCore, old: Mapping[str, KnobValue], now_ns: int) -> None:
-    if core.runner.attention_name != old["attention"]:
-        core.runner.set_attention(str(old["attention"]))
-    core.scheduler.configure(SchedulerKnobs.of(old))
-    pool, shape = core.scheduler.pool, core.pool_shape(old)
-    if _shape_of_pool(core) != shape or (pool.num_blocks, pool.block_size) != shape:
-        _rebuild(core, old, now_ns)
+def _wanted(core: EngineCore, values: Mapping[str, KnobValue]) -> Layout:
+    layout = layout_of(values, core.runner, core.pool_bytes)
+    if core.scheduler.num_swapped and values["preemption"] != "swap" and layout.pool == core.layout.pool:
+        return replace(layout, swap_blocks=core.layout.swap_blocks)  # until they have come back
+    return layout
 
 
-def _shape_of_pool(core: EngineCore) -> tuple[int, int] | None:
-    kv = core.runner.kv
-    return (kv.num_blocks, kv.block_size) if kv is not None else None
-
-
-def _check_pool(core: EngineCore, values: Mapping[str, KnobValue]) -> None:
-    """Refuse a pool that memory cannot hold, or that a live request would never fit in."""
-    num_blocks, block_size = core.pool_shape(values)
-    kv = core.runner.kv
-    if kv is not None and (num_blocks, block_size) != (kv.num_blocks, kv.block_size):
-        if num_blocks < 1:
-            raise PatchRefused("invalid", f"the pool would not hold even one block of {block_size} tokens")
-        needed = num_blocks * block_size * core.loaded.spec.kv_bytes_per_token(kv.dtype)
-        available = free_bytes(kv.device) + kv.nbytes
-        if needed > available:
-            raise PatchRefused(
-                "oom", f"the pool would take {needed / GIB:.2f} GiB, {available / GIB:.2f} GiB can be had"
-            )
+def _check(core: EngineCore, layout: Layout, *, rebuild: bool) -> None:
+    """Refuse what memory cannot hold, and a pool that a live request would never fit in."""
+    try:
+        check_room(core.runner.device, core.layout, layout)
+    except NoRoom as error:
+        raise PatchRefused("oom", str(error)) from None
+    if not rebuild:
+        return
     for request in core.answers.live.values():
         try:
-            check_fit(request, core.scheduler.blocks_for(request, block_size), num_blocks, block_size)
+            needed = core.scheduler.blocks_for(request, layout.block_size)
+            check_fit(request, needed, layout.num_blocks, layout.block_size)
         except RequestRefused as refused:
             raise PatchRefused("invalid", f"request {request.rid} would not fit: {refused.message}") from None
+
+
+def _apply(
+    core: EngineCore, values: Mapping[str, KnobValue], layout: Layout, now_ns: int, *, rebuild: bool
+) -> None:
+    """Bring everything to these values; what is so already is left alone. What may fail comes first."""
+    runner = core.runner
+    if runner.attention_name != values["attention"]:
+        runner.set_attention(str(values["attention"]))
+    core.scheduler.configure(SchedulerKnobs.of(values))
+    if layout.pool != core.layout.pool:
+        _replace_pool(core, values, layout, now_ns)
+    elif rebuild:
+        start_over(core, now_ns)
+    for arena in ARENAS:
+        _resize(core, arena, _blocks(layout, arena))
+    runner.set_forward_timing(bool(values["forward_timing"]))
+    core.pipeline.set_overlap(bool(values["overlap"]))
+    core.answers.delivery.batched = bool(values["batched_detokenize"])
+    core.results.configure(values)
+
+
+def _replace_pool(core: EngineCore, values: Mapping[str, KnobValue], layout: Layout, now_ns: int) -> None:
+    """Everybody goes back to the queue, then the old pool is freed before the new one is taken."""
+    runner, scheduler = core.runner, core.scheduler
+    for arena in ARENAS:
+        _resize(core, arena, 0)
+    runner.free_kv()
+    core.layout = replace(core.layout, num_blocks=0)
+    runner.set_window(layout.window)
+    core.answers.note_preempted(
+        scheduler.rebuild(
+            layout.num_blocks,
+            layout.block_size,
+            now_ns,
+            identity=kv_identity(core.loaded.info, core.runner, values),
+            window=runner.window,
+        )
+    )
+    runner.allocate_kv(layout.num_blocks, layout.block_size, layout.kv_dtype)
+    core.layout = replace(layout, prefix_blocks=0, swap_blocks=0)
+
+
+def _resize(core: EngineCore, arena: Arena, num_blocks: int) -> None:
+    """Give an arena this many blocks. Its content is lost if they are not as many as before."""
+    if _blocks(core.layout, arena) == num_blocks:
+        return
+    # The old one goes first, so that memory need not hold both.
+    _tell(core, arena, 0)
+    core.runner.allocate_host(arena, 0)
+    if num_blocks:
+        core.runner.allocate_host(arena, num_blocks)
+        _tell(core, arena, num_blocks)
+
+
+def _tell(core: EngineCore, arena: Arena, num_blocks: int) -> None:
+    there = core.layout
+    there = (
+        replace(there, prefix_blocks=num_blocks)
+        if arena == "prefix"
+        else replace(there, swap_blocks=num_blocks)
+    )
+    core.layout = there
+    core.answers.note_preempted(core.scheduler.set_host(there.prefix_blocks, there.swap_blocks))
+
+
+def _blocks(layout: Layout, arena: Arena) -> int:
+    return layout.prefix_blocks if arena == "prefix" else layout.swap_blocks

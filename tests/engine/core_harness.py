@@ -18,7 +18,17 @@ from engine.knob_store import KnobStore
 from engine.loop import BlockView, EngineCore, Event
 from engine.models.loader import LoadedModel, load_model
 from engine.request import Request
-from ipc.messages import ApplyEvent, Done, EngineState, KnobValue, RequestRow, Sampling, StepRow, Tokens
+from ipc.messages import (
+    ApplyEvent,
+    Done,
+    EngineState,
+    KnobValue,
+    Preempted,
+    RequestRow,
+    Sampling,
+    StepRow,
+    Tokens,
+)
 from tests import tiny_models
 
 # Operations on tiny models take microseconds; a second thread only waits for the first, and on a busy
@@ -51,6 +61,7 @@ class Heard:
     applies: list[ApplyEvent] = field(default_factory=list)
     states: list[EngineState] = field(default_factory=list)
     views: list[BlockView] = field(default_factory=list)
+    preemptions: list[Preempted] = field(default_factory=list)
 
     def sink(self, events: list[Event]) -> None:
         for event in events:
@@ -65,6 +76,8 @@ class Heard:
                     self.rows[event.rid].append(event)
                 case StepRow():
                     self.steps.append(event)
+                case Preempted():
+                    self.preemptions.append(event)
                 case ApplyEvent():
                     self.applies.append(event)
                 case EngineState():

@@ -174,10 +174,10 @@ def test_a_failing_step_fails_its_requests_and_no_more(model: LoadedModel, monke
     engine = Engine(model)
     [expected] = engine.generate([prompt(1, 10)], GREEDY)
 
-    def fail(plan: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(engine.core.runner, "execute", fail)
+    monkeypatch.setattr(engine.core.runner, "compute", fail)
     rid = engine.submit(prompt(1, 10), GREEDY)
     engine.run()
     monkeypatch.undo()
@@ -191,10 +191,10 @@ def test_a_lost_device_fails_the_engine_and_not_one_step_after_the_other(
     """After such an error every use of the device fails: an engine that calls itself ready would lie."""
     engine = Engine(model)
 
-    def lost(plan: object) -> None:
+    def lost(*_: object) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(engine.core.runner, "execute", lost)
+    monkeypatch.setattr(engine.core.runner, "compute", lost)
     rid = engine.submit(prompt(1, 10), GREEDY)
     with pytest.raises(torch.AcceleratorError) as caught:
         engine.run()
@@ -206,10 +206,10 @@ def test_a_lost_device_fails_the_engine_and_not_one_step_after_the_other(
 def test_a_step_that_fails_without_a_text_is_named(model: LoadedModel, monkeypatch: Any) -> None:
     engine = Engine(model)
 
-    def fail(plan: object) -> None:
+    def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(engine.core.runner, "execute", fail)
+    monkeypatch.setattr(engine.core.runner, "compute", fail)
     rid = engine.submit(prompt(1, 10), GREEDY)
     engine.run()
     assert (engine.heard.done[rid].code, engine.heard.done[rid].message) == ("oom", "MemoryError")
@@ -411,7 +411,7 @@ def test_a_pool_beyond_memory_is_refused_before_anything_is_touched(model: Loade
 
 def test_a_pool_of_more_blocks_than_can_be_shown_is_refused(model: LoadedModel, monkeypatch: Any) -> None:
     """A block map beyond the protocol's bound could be read by no client: neither it nor any snapshot."""
-    monkeypatch.setattr("engine.loop.MAX_BLOCKS", 100)
+    monkeypatch.setattr("engine.layout.MAX_BLOCKS", 100)
     engine = Engine(model)
     engine.set(block_size=1)
     engine.run()
@@ -442,10 +442,10 @@ def test_memory_that_is_not_there_rolls_back(model: LoadedModel, monkeypatch: An
     expected = engine.generate([prompt(1, 30)], GREEDY)
     allocate = engine.core.runner.allocate_kv
 
-    def scarce(num_blocks: int, block_size: int) -> None:
+    def scarce(num_blocks: int, block_size: int, kv_dtype: str) -> None:
         if block_size == 4:
             raise MemoryError("no memory for the pool")
-        allocate(num_blocks, block_size)
+        allocate(num_blocks, block_size, kv_dtype)
 
     monkeypatch.setattr(engine.core.runner, "allocate_kv", scarce)
     rid = engine.submit(prompt(1, 30), GREEDY)
@@ -465,12 +465,12 @@ def test_an_error_without_a_text_is_still_a_roll_back(model: LoadedModel, monkey
     engine = Engine(model)
     allocate, calls = engine.core.runner.allocate_kv, 0
 
-    def scarce(num_blocks: int, block_size: int) -> None:
+    def scarce(num_blocks: int, block_size: int, kv_dtype: str) -> None:
         nonlocal calls
         calls += 1
         if calls == 1:
             raise MemoryError
-        allocate(num_blocks, block_size)
+        allocate(num_blocks, block_size, kv_dtype)
 
     monkeypatch.setattr(engine.core.runner, "allocate_kv", scarce)
     engine.set(block_size=4)
@@ -485,7 +485,7 @@ def test_a_change_with_no_way_back_fails_the_engine(model: LoadedModel, monkeypa
     rid = engine.submit(prompt(1, 30), GREEDY)
     engine.core.step()
 
-    def none_left(num_blocks: int, block_size: int) -> None:
+    def none_left(num_blocks: int, block_size: int, kv_dtype: str) -> None:
         raise MemoryError(f"no memory for {num_blocks} blocks")
 
     monkeypatch.setattr(engine.core.runner, "allocate_kv", none_left)
@@ -575,9 +575,9 @@ def test_applying_is_not_counted_as_planning(model: LoadedModel, monkeypatch: An
     engine.core.step()
     allocate = engine.core.runner.allocate_kv
 
-    def slow(num_blocks: int, block_size: int) -> None:
+    def slow(num_blocks: int, block_size: int, kv_dtype: str) -> None:
         time.sleep(0.2)
-        allocate(num_blocks, block_size)
+        allocate(num_blocks, block_size, kv_dtype)
 
     monkeypatch.setattr(engine.core.runner, "allocate_kv", slow)
     engine.set(block_size=8)
@@ -750,7 +750,7 @@ def test_many_short_requests_leave_nothing_behind() -> None:
             if n % 50 == 49:
                 engine.run()
                 engine.heard.__init__()  # the listener keeps nothing either
-                core._sink = engine.heard.sink
+                core.answers.delivery._sink = core.answers._sink = engine.heard.sink
 
     burst(500)
     tracemalloc.start()

@@ -1,0 +1,72 @@
+"""The text that key and value scales are measured on: prose, dialogue, figures, a list and some code.
+
+What matters is not its content but that the largest keys and values over it are like those over other texts,
+so it is varied, and long enough for each head to see different neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.text import Tokenizer
+
+MAX_TOKENS = 1024
+
+TEXT = """\
+The ferry left the harbour at ten past six, when the fog had just begun to lift from the water. On \
+the upper deck a woman in a green coat was reading a letter for the third time; beside her stood a \
+crate of apples, two bicycles and a dog that belonged to nobody. "We shall be late," said the \
+captain, "but not so late that anyone will write to the company about it." He had sailed this route \
+for thirty-one years, through ice in February and through the long white evenings of June, and he \
+still counted the lighthouses aloud as they went by.
+
+Most of what we know about the island comes from its account books. In 1848 the village had 212 \
+inhabitants, 40 cows and a single clock. The harvest of that year was poor: barley fell from 1,350 \
+to 870 bushels, and the price of bread rose by almost 60 percent within five months. Nobody starved, \
+because the herring came early. How do we know? A schoolteacher noted it in the margin, next to a \
+drawing of the fish.
+
+To make the soup you need the following:
+- 500 g of potatoes, peeled and cut into cubes
+- 2 onions and 3 cloves of garlic
+- 1 litre of stock, a bay leaf, salt and black pepper
+- a handful of parsley, chopped just before it is served
+Fry the onions slowly until they are soft but not brown. Add everything else except the parsley, \
+bring it to the boil, and let it simmer for 25 minutes. Taste it, and correct what is missing.
+
+A program that finds the largest number in a list can be written in a few lines:
+
+def largest(numbers):
+    best = None
+    for n in numbers:
+        if best is None or n > best:
+            best = n
+    return best
+
+It looks at every element once, so the time it takes grows in proportion to the length of the list. \
+If the list is empty, the result is None, and whoever calls the function has to decide what that \
+means.
+
+Water boils at 100 degrees Celsius at sea level, but at about 93 degrees on a mountain 2,000 metres \
+high, since the pressure of the air is lower there. The same law explains why a sealed pot cooks \
+faster: the steam cannot escape, the pressure rises, and with it the temperature of the water. \
+Engineers used this effect long before physicists could describe it. The first steam engines wasted \
+more than ninety-nine parts of their heat in a hundred; each improvement was paid for in coal, iron \
+and patience.
+
+"Do you remember the house by the mill?" asked Ana. "Of course," her brother answered. "There was a \
+walnut tree in front of it, and we were not allowed to climb it; so we climbed it every day." They \
+laughed, then fell silent. Outside, a tram went past with all its windows lit. Neither of them had \
+been back since the river was dammed and the valley disappeared, first the meadows, then the road, \
+and last of all the roof of the old mill.
+
+Questions for next week: Who owns the data? Which of the three proposals costs least to maintain? \
+What happens if the contract ends before the work does? Please send your answers by Thursday, 14 \
+March, 17:30, to the usual address.
+"""
+
+
+def calibration_ids(tokenizer: Tokenizer, max_model_len: int) -> list[int]:
+    """The text as ids of a model, cut to what it can take."""
+    return tokenizer.encode(TEXT, add_special=True)[: min(MAX_TOKENS, max_model_len)]

@@ -1,0 +1,311 @@
+"""Steps on their way: planned and prepared, then launched, then landed with their results.
+
+There is one path, whether or not steps overlap. Without overlap a step lands as soon as it is launched. With
+it the step computes on a thread of its own, and the next one is staged meanwhile: at most one step is in
+flight and one is staged. What a plan assumes is marked when it is launched, not when its result is known, so
+the next plan goes on from there; a plan that is never launched has only taken blocks and seats.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from engine.answer import Answers
+from engine.forward_worker import ForwardWorker, Outcome, compute
+from engine.metrics import MeterReader, StageTotals, StepClock, hidden_ns, step_row
+from engine.plan import ScheduledRequest, StepPlan
+from engine.request import Request
+from engine.runner import CopyFailed, ModelRunner, Prepared, StepOutput
+from engine.scheduler import Scheduler
+from ipc.messages import ErrorCode
+
+log = logging.getLogger(__name__)
+
+STEP_ERRORS = (RuntimeError, ValueError, IndexError, MemoryError)
+"""What may end a step's requests and leaves the engine as it was."""
+
+Landing = Literal["clean", "doubtful", "copies lost"]
+
+
+@dataclass(slots=True)
+class Step:
+    """One step. ``prepared`` is None where nothing is scheduled or ``error`` says why it could not be."""
+
+    plan: StepPlan
+    clock: StepClock
+    prepared: Prepared | None = None
+    error: Exception | None = None
+    number: int = 0
+    outcome: Outcome | None = None  # of a step that was computed on the step thread
+    freed_slots: list[int] = field(default_factory=list)
+
+
+class Pipeline:
+    """Stages, launches and lands steps. The step thread owns it; only the computing itself may be elsewhere.
+
+    ``check`` verifies the block ledger after every step.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        answers: Answers,
+        totals: StageTotals,
+        meters: MeterReader,
+        clock_ns: Callable[[], int],
+        *,
+        check: bool = False,
+    ) -> None:
+        self.overlap = False
+        self.num_launched = 0
+        self.prefill_tokens = 0
+        self.decode_tokens = 0
+        self.published_ns = (0, 0)  # begin and end of the last flush
+        self._runner = runner
+        self._scheduler = scheduler
+        self._answers = answers
+        self._totals = totals
+        self._meters = meters
+        self._clock_ns = clock_ns
+        self._check = check
+        self._worker = ForwardWorker(clock_ns)
+        self._flight: Step | None = None
+        self._unlaunched = StepPlan()  # what plans that were not launched did all the same
+        self._ended_ns = 0
+        self._computed_ns = 0
+
+    @property
+    def in_flight(self) -> bool:
+        return self._flight is not None
+
+    def holds(self, request: Request) -> bool:
+        """Whether the step in flight computes something for a request."""
+        return self._flight is not None and any(row.request is request for row in self._flight.plan.scheduled)
+
+    def release(self, slot: int) -> None:
+        """A slot of the runner was left: forget it, once no step that uses it is in flight."""
+        if self._flight is not None:
+            self._flight.freed_slots.append(slot)
+        else:
+            self._runner.release(slot)
+
+    def stage(self, without: Container[int] = ()) -> Step:
+        """Plan and prepare the next step. Requests whose rid is in ``without`` are left out of it."""
+        clock = StepClock(begin=self._clock_ns())
+        plan = self._scheduler.plan(clock.begin)
+        self._answers.note_plan(plan)
+        _drop(plan, [row for row in plan.scheduled if row.request.rid in without])
+        clock.planned = self._clock_ns()
+        step = Step(plan, clock)
+        self._prepare(step)
+        return step
+
+    def settle(self, step: Step, landing: Landing) -> Step | None:
+        """What is left of a staged step after the one before has landed: None if there is nothing to launch.
+
+        Requests that have ended meanwhile are taken out. A step that followed a doubtful one is dropped; who
+        was admitted to it may share blocks that hold nothing to rely on, and is computed again.
+        """
+        plan = step.plan
+        step.clock.hidden += hidden_ns(step.clock.begin, step.clock.staged, self._computed_ns)
+        if landing == "doubtful":
+            self._preempt_admitted(plan)
+        ended = [row for row in plan.scheduled if not row.request.is_running]
+        if landing == "clean" and ended:
+            _drop(plan, ended)
+            self._prepare(step)
+        if landing == "clean" and plan.scheduled:
+            return step
+        self.forgo(step)
+        return None
+
+    def forgo(self, step: Step) -> None:
+        """A staged step will not be launched: the next one reports what planning it did."""
+        _absorb(self._unlaunched, step.plan)
+
+    def launch(self, step: Step) -> None:
+        """Begin to compute a staged step. The one before must have landed."""
+        plan, clock = step.plan, step.clock
+        _absorb(plan, self._unlaunched)
+        self._unlaunched = StepPlan()
+        self.num_launched += 1
+        step.number = self.num_launched
+        begin = self._clock_ns()
+        prepared, error = step.prepared, step.error
+        if prepared is not None:
+            try:
+                prepared.fill()
+            except STEP_ERRORS as caught:
+                error = caught
+        if prepared is None or error is not None:
+            step.outcome = Outcome(None, error, self._clock_ns())
+            self._flight = step
+            return
+        copies = self._scheduler.take_copies()
+        self._scheduler.advance(plan)
+        for row in plan.scheduled:
+            request = row.request
+            if request.num_computed == len(request.token_ids):
+                request.num_pending = 1
+        clock.launched = self._clock_ns()
+        clock.prepare += clock.launched - begin
+        self._flight = step
+        ready, runner = prepared, self._runner
+
+        def job() -> StepOutput:
+            return runner.compute(ready, copies)
+
+        if self.overlap:
+            self._worker.start(job)
+        else:
+            step.outcome = compute(job, self._clock_ns)
+
+    def land(self) -> Landing:
+        """Wait for the step in flight and act on its results.
+
+        An error that is the step's own ends its requests. Any other is raised: the engine cannot go on.
+        """
+        step = self._flight
+        assert step is not None
+        outcome = step.outcome or self._worker.outcome()
+        self._flight = None
+        for slot in step.freed_slots:
+            self._runner.release(slot)
+        step.clock.computed = self._computed_ns = outcome.ended_ns
+        if outcome.out is not None:
+            self._accept(step, outcome.out)
+            return "doubtful" if any(outcome.out.nonfinite) else "clean"
+        return self._fail(step, outcome.error)
+
+    def abandon(self) -> None:
+        """Let the step in flight end and forget it: the engine has failed."""
+        if self._flight is not None and self._flight.outcome is None:
+            self._worker.outcome()
+        self._flight = None
+
+    def set_overlap(self, overlap: bool) -> None:
+        """Compute steps on a thread of their own from now on, or not. Nothing may be in flight."""
+        self.overlap = overlap
+        if not overlap:
+            self._worker.stop()
+
+    def stop(self) -> None:
+        """End the computing thread."""
+        self._worker.stop()
+
+    def _prepare(self, step: Step) -> None:
+        begin = self._clock_ns()
+        step.prepared, step.error = None, None
+        if step.plan.scheduled:
+            try:
+                step.prepared = self._runner.prepare(step.plan.scheduled)
+            except STEP_ERRORS as error:
+                step.error = error
+        step.clock.staged = self._clock_ns()
+        step.clock.prepare += step.clock.staged - begin
+
+    def _accept(self, step: Step, out: StepOutput) -> None:
+        plan, clock = step.plan, step.clock
+        forward_ns = round(out.forward_s * 1e9)
+        self._totals.add(
+            plan_ns=clock.planned - clock.begin,
+            prepare_ns=clock.prepare,
+            copy_ns=round(out.copy_s * 1e9),
+            forward_ns=forward_ns,
+            sample_ns=round(out.sample_s * 1e9),
+        )
+        recompute_ns = 0
+        if plan.recompute_tokens:
+            for row in plan.scheduled:
+                share = forward_ns * row.recompute // plan.num_tokens
+                row.request.recompute_ns += share
+                recompute_ns += share
+        self.prefill_tokens += plan.prefill_tokens
+        self.decode_tokens += plan.decode_tokens
+        self._answers.accept(plan, out, clock.computed)
+        if self._check:
+            self._scheduler.check()
+        clock.end = self._clock_ns()
+        begin, end = self.published_ns
+        clock.hidden += hidden_ns(max(begin, clock.launched), end, clock.computed)
+        self._answers.events.append(
+            step_row(
+                step.number,
+                clock,
+                plan,
+                out,
+                self._scheduler,
+                text_us=self._meters.take(),
+                recompute_ns=recompute_ns,
+                publish_ns=end - begin,
+                before_ns=self._ended_ns,
+                attention=self._runner.attention_name,
+                cfg_rev=self._answers.cfg_rev,
+            )
+        )
+        self._ended_ns = clock.end
+
+    def _fail(self, step: Step, error: BaseException | None) -> Landing:
+        if error is None or isinstance(error, torch.AcceleratorError) or not isinstance(error, STEP_ERRORS):
+            # With its device's context lost, or after a fault of its own, every later step would fail too.
+            raise error or RuntimeError(f"step {step.number} was launched without having been prepared")
+        plan = step.plan
+        for row in plan.scheduled:
+            row.request.num_pending = 0
+        if isinstance(error, CopyFailed):
+            log.error("step %d was not computed: %s", step.number, error)
+            return "copies lost"
+        log.error(
+            "step %d failed; its %d requests end with an error",
+            step.number,
+            len(plan.scheduled),
+            exc_info=error,
+        )
+        code: ErrorCode = "oom" if isinstance(error, (MemoryError, torch.OutOfMemoryError)) else "internal"
+        now, why = self._clock_ns(), str(error) or type(error).__name__
+        for row in plan.scheduled:
+            self._scheduler.distrust(row.request)
+        for row in plan.scheduled:
+            self._answers.finish(row.request, "error", now, code=code, message=why)
+        return "doubtful"
+
+    def _preempt_admitted(self, plan: StepPlan) -> None:
+        now = self._clock_ns()
+        again = StepPlan()
+        for request in plan.admitted:
+            if request.is_running and request.num_computed:
+                again.preemptions.append(self._scheduler.preempt(request, now, "rebuild"))
+        self._answers.note_plan(again)
+        _absorb(plan, again)
+
+
+def _drop(plan: StepPlan, rows: list[ScheduledRequest]) -> None:
+    """Take rows out of a plan and out of its counts."""
+    if not rows:
+        return
+    gone = set(map(id, rows))
+    plan.scheduled = [row for row in plan.scheduled if id(row) not in gone]
+    for row in rows:
+        start = row.request.num_computed
+        if row.num_new == 1 and start >= row.request.num_prompt and start + 1 >= row.request.num_known:
+            plan.decode_requests -= 1
+            plan.decode_tokens -= 1
+        else:
+            plan.prefill_requests -= 1
+            plan.prefill_tokens -= row.num_new
+            plan.recompute_tokens -= row.recompute
+
+
+def _absorb(plan: StepPlan, other: StepPlan) -> None:
+    """Add what planning ``other`` did to ``plan``: what it admitted, preempted and found."""
+    plan.preemptions += other.preemptions
+    plan.admitted += other.admitted
+    plan.query_tokens += other.query_tokens
+    plan.hit_tokens += other.hit_tokens
+    plan.host_hit_tokens += other.host_hit_tokens
