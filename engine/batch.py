@@ -42,6 +42,30 @@ class ScheduledRow(Protocol):
     def num_new(self) -> int: ...
 
 
+@dataclass(slots=True)
+class TextRow:
+    """A text to run through the model that is no request: for calibration and for scoring."""
+
+    token_ids: list[int]
+    block_table: list[int]
+    num_new: int = 0
+    num_computed: int = 0
+    rid: int = 0
+    slot: int = 0
+    seed: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+
+    @property
+    def request(self) -> TextRow:
+        return self
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    num_prompt = num_known = num_tokens
+
+
 class Plan(Protocol):
     """The part of a scheduler's step plan that the runner reads."""
 

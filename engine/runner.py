@@ -7,76 +7,28 @@ before it is computed by another thread. `ModelRunner.compute` does the rest, on
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionPlan, get_backend, probe
+from engine.attention import AttentionBackend, get_backend, probe
 from engine.attention.base import Ints
-from engine.batch import Batch, BatchBuilder, Plan, ScheduledRow
-from engine.kv_cache import KVCache
+from engine.batch import Batch, BatchBuilder, Plan, ScheduledRow, TextRow
+from engine.kv_cache import KVCache, kv_bytes_per_block, storage_dtype
+from engine.kv_scales import Extremes, KVScales
 from engine.models.decoder import Decoder
 from engine.models.loader import LoadedModel
 from engine.plan import Arena, Copy
 from engine.sampling import Sampler
+from engine.step import Prepared, StepOutput
 from engine.swap import CopyFailed, HostMemory
 from engine.timing import Part, PartTimer, Timer
-from engine.traffic import StepTraffic, TrafficModel
-from ipc.messages import TokenLogprob
+from engine.traffic import TrafficModel
 
 __all__ = ["CopyFailed", "ModelRunner", "Prepared", "StepOutput"]
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """What a step produced, one entry for each scheduled request in the plan's order.
-
-    ``token_ids[i]`` is None where request i has tokens left to compute, or where its logits were not finite
-    (then ``nonfinite[i]`` is true and the request must fail; the prefix cache must not keep its blocks).
-    The times are seconds: building and staging indices, copying ``copied_blocks`` blocks from and to host
-    memory, the model's forward pass, and choosing tokens, the wait for the device included. Parts of the
-    forward pass (see `engine.timing.Part`) are None unless they were asked for. Bytes and operations are
-    modelled (`engine.traffic`); ``kernels`` names the implementations that this step ran.
-    """
-
-    token_ids: list[int | None]
-    logprobs: list[TokenLogprob | None]
-    nonfinite: list[bool]
-    prepare_s: float = 0.0
-    copy_s: float = 0.0
-    forward_s: float = 0.0
-    sample_s: float = 0.0
-    attention_s: float | None = None
-    linear_s: float | None = None
-    head_s: float | None = None
-    copied_blocks: int = 0
-    weight_bytes: int = 0
-    kv_bytes: int = 0
-    flops: int = 0
-    kernels: str = "none"
-
-
-@dataclass(slots=True)
-class Prepared:
-    """A step that is ready but for the tokens still pending when it was prepared."""
-
-    batch: Batch
-    attention: AttentionPlan
-    positions: Tensor
-    slots: Tensor
-    wanted: Tensor | None  # the tokens whose logits are needed; None: all of them, in order
-    kv: KVCache
-    num_entries: int  # of the plan
-    traffic: StepTraffic
-    kernels: str
-    prepare_s: float
-
-    def fill(self) -> None:
-        """Put pending tokens in their place. ValueError if one has not come, because its request ended."""
-        self.batch.fill()
 
 
 class ModelRunner:
@@ -97,6 +49,7 @@ class ModelRunner:
         measure: bool = True,
         consume: bool = False,
         check: bool = False,
+        calibration_ids: Sequence[int] | None = None,
     ) -> None:
         """Take a loaded model to ``device`` in ``dtype``, which is also that of the KV pool.
 
@@ -104,7 +57,8 @@ class ModelRunner:
         ``measure`` chooses linear implementations by measuring them (some tenths of a second on a CPU).
         ``loaded.weights`` stays usable and holds nothing twice, unless no linear layer keeps weights as they
         were loaded; ``consume`` empties it, which then gives that memory back.
-        ``check`` keeps checksums of blocks in host memory.
+        ``check`` keeps checksums of blocks in host memory. ``calibration_ids`` are the tokens of a text that
+        the scales of a quantized KV cache are calibrated with.
         Raises ValueError with the reason if the attention backend cannot run.
         """
         self.spec = loaded.spec
@@ -125,9 +79,12 @@ class ModelRunner:
             loaded.weights.clear()
         self.sampler = Sampler(loaded.spec.vocab_size, loaded.eos_token_ids, device)
         self._padded = loaded.padded_ids.to(device) if loaded.padded_ids.numel() else None
-        self._traffic = TrafficModel(
-            loaded.spec, self.decoder.choice, embed_dtype=self.decoder.embed.dtype, kv_dtype=dtype
-        )
+        self._max_len = max_model_len or loaded.spec.max_model_len
+        self._calibration_ids = list(calibration_ids or ())[: self._max_len]
+        self._extremes: Extremes | None = None
+        self._windowed = self.spec  # the model with the windows that are in force
+        self._kv_dtype = "model"
+        self._traffic = self._model_traffic()
         self._builder: BatchBuilder | None = None
         self._host = HostMemory(device, check=check)
 
@@ -149,14 +106,68 @@ class ModelRunner:
         """Bytes of all weights held, a second form of them included."""
         return self.decoder.weight_bytes
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
-        """Replace the pool by an empty one, the old one being freed first. MemoryError if it does not fit."""
+    @property
+    def kv_dtype(self) -> str:
+        """The precision of keys and values by name (`engine.kv_cache.KV_DTYPES`)."""
+        return self._kv_dtype
+
+    @property
+    def window(self) -> int | None:
+        """The largest attention window over all layers in tokens, None if a layer sees everything."""
+        windows = [window for window in self._windowed.layer_windows if window is not None]
+        return max(windows) if len(windows) == self.spec.num_layers else None
+
+    def kv_bytes_per_block(self, block_size: int, kv_dtype: str = "model") -> int:
+        """Bytes of a block over all layers. ValueError for an unknown kv_dtype."""
+        return kv_bytes_per_block(self.spec, block_size, storage_dtype(kv_dtype, self.dtype))
+
+    def allocate_kv(self, num_blocks: int, block_size: int, kv_dtype: str = "model") -> None:
+        """Replace the pool by an empty one, the old one being freed first.
+
+        MemoryError if it does not fit, ValueError for an unknown kv_dtype, and what `kv_scales` raises.
+        """
         self.free_kv()
+        scales = None if kv_dtype == "model" else self.kv_scales(kv_dtype)
         self.kv = KVCache.allocate(
-            self.spec, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
+            self.spec,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=self.dtype,
+            device=self.device,
+            kv_dtype=kv_dtype,
+            scales=scales,
         )
+        self._kv_dtype = kv_dtype
         self._host.keep_fitting(self.kv)
-        self._builder = BatchBuilder(block_size, num_blocks)
+        self._builder = BatchBuilder(block_size, num_blocks, self.window)
+        self._traffic = self._model_traffic()
+
+    def kv_scales(self, kv_dtype: str) -> KVScales:
+        """The scales for keys and values in 8 bits, calibrated when they are first asked for, then kept.
+
+        Call it while no step is computed. Raises `KVScalesError` naming a head that yields no scale,
+        ValueError for an unknown kv_dtype or without calibration ids, MemoryError if there is no room for the
+        text's keys and values.
+        """
+        storage = storage_dtype(kv_dtype, self.dtype)
+        if self._extremes is None:
+            self._extremes = self._calibrate()
+        return self._extremes.scales(storage)
+
+    def set_window(self, override: int) -> None:
+        """Let every layer attend to the last ``override`` tokens at most; 0: to what its own window says.
+
+        A change frees the pool, whose content belongs to the old windows, and forgets calibrated scales.
+        """
+        if override < 0:
+            raise ValueError(f"sliding_window is {override}; it must be 0 (the model's own) or more")
+        windows = self.spec.layer_windows
+        if override:
+            windows = tuple(min(own or override, override) for own in windows)
+        if windows != self._windowed.layer_windows:
+            self.free_kv()
+            self._extremes = None
+            self._windowed = replace(self.spec, layer_windows=windows)
 
     def free_kv(self) -> None:
         """Give the pool's memory back and forget all slots."""
@@ -204,7 +215,7 @@ class ModelRunner:
         with torch.inference_mode():
             started = time.perf_counter()
             batch = self._builder.build(scheduled)
-            attention = self._attention.plan(batch.rows, kv, self.spec, self._to_device)
+            attention = self._attention.plan(batch.rows, kv, self._windowed, self._to_device)
             positions, slots = self._to_device(batch.positions), self._to_device(batch.slots)
             # All rows in order, as when only decoding, need no selection.
             every = len(batch.logit_tokens) == len(batch.ids)
@@ -234,14 +245,13 @@ class ModelRunner:
             started = time.perf_counter()
             if copies:
                 out.copied_blocks = self._host.run(copies, kv, copying)
-            ids = self._to_device(batch.ids)
             forward.start()
-            logits = self.decoder.forward(
-                ids, prepared.positions, prepared.slots, prepared.attention, kv, prepared.wanted
-            )
+            logits = self._forward(prepared, prepared.wanted)
             forward.stop()
             if batch.sampled:
                 self._sample(logits, batch, kv, out)
+            if self.decoder.finite is not None:
+                self._fail_nonfinite(self.decoder.finite, batch, kv, out)
             took = time.perf_counter() - started
         traffic = prepared.traffic
         out.weight_bytes, out.kv_bytes, out.flops = traffic.weight_bytes, traffic.kv_bytes, traffic.flops
@@ -268,6 +278,61 @@ class ModelRunner:
             out.copy_s = timer.elapsed_s()
         return out
 
+    def score(self, ids: Sequence[int], chunk: int = 256) -> Iterator[Tensor]:
+        """Float32 logits of every position of a text, [up to chunk, vocab_size] at a time, in order.
+
+        The text is run through the pool as it is, in its precision and with its windows, and lies in its
+        first blocks afterwards: for measuring, not beside requests. ValueError if the pool or the model's
+        context is too short for it, RuntimeError without a pool.
+        """
+        kv = self._pool()
+        blocks = -(-len(ids) // kv.block_size)
+        if len(ids) > self._max_len or blocks > kv.num_blocks:
+            raise ValueError(
+                f"a text of {len(ids)} tokens needs {blocks} blocks of {kv.block_size}, the pool has "
+                f"{kv.num_blocks}; the longest context is {self._max_len} tokens"
+            )
+        row = TextRow(list(ids), list(range(blocks)))
+        while row.num_computed < len(ids):
+            row.num_new = min(chunk, len(ids) - row.num_computed)
+            prepared = self.prepare([row])
+            prepared.fill()
+            with torch.inference_mode():
+                yield self._forward(prepared, None)
+            row.num_computed += row.num_new
+
+    def _forward(self, prepared: Prepared, wanted: Tensor | None) -> Tensor:
+        ids = self._to_device(prepared.batch.ids)
+        return self.decoder.forward(
+            ids, prepared.positions, prepared.slots, prepared.attention, prepared.kv, wanted
+        )
+
+    def _calibrate(self) -> Extremes:
+        """Read the calibration text in one go, in a pool of its own with the model's own precision."""
+        length = len(self._calibration_ids)
+        if not length:
+            raise ValueError("a quantized KV cache needs a text to calibrate its scales with; none was given")
+        kv = KVCache.allocate(
+            self.spec, num_blocks=1, block_size=length, dtype=self.dtype, device=self.device
+        )
+        row = TextRow(self._calibration_ids, [0], num_new=length)
+        with torch.inference_mode():
+            batch = BatchBuilder(length, 1, self.window).build([row])
+            batch.fill()
+            attention = self._attention.plan(batch.rows, kv, self._windowed, self._to_device)
+            ids, positions, slots = map(self._to_device, (batch.ids, batch.positions, batch.slots))
+            last = self._to_device(batch.logit_tokens)
+            self.decoder.forward(ids, positions, slots, attention, kv, last)
+            return Extremes.of(kv.k, kv.v)
+
+    def _model_traffic(self) -> TrafficModel:
+        return TrafficModel(
+            self._windowed,
+            self.decoder.choice,
+            embed_dtype=self.decoder.embed.dtype,
+            kv_dtype=storage_dtype(self._kv_dtype, self.dtype),
+        )
+
     def _pool(self) -> KVCache:
         if self.kv is None:
             raise RuntimeError("no KV pool: call allocate_kv first")
@@ -287,6 +352,14 @@ class ModelRunner:
             out.nonfinite[i] = sampled.nonfinite[row]
             if sampled.nonfinite[row]:
                 kv.scrub(batch.blocks_of(i))
+
+    def _fail_nonfinite(self, finite: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -> None:
+        """Fail the requests of whose tokens one is not finite: finite [tokens]."""
+        for token in (~finite).nonzero().squeeze(1).tolist():
+            entry = batch.order[int(np.searchsorted(batch.rows.starts, token, side="right")) - 1]
+            if not out.nonfinite[entry]:
+                kv.scrub(batch.blocks_of(entry))
+            out.token_ids[entry], out.logprobs[entry], out.nonfinite[entry] = None, None, True
 
     def _backend(self, name: str) -> AttentionBackend:
         reason = probe(name, self.spec, self.device, self.dtype)

@@ -47,8 +47,9 @@ class AttentionPlan(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one layer, whose new keys and values are in the pool already.
 
-        q: [tokens, heads, head_dim]. k, v: the step's new keys and values, [tokens, kv_heads, head_dim]. All
-        have the dtype of the pool. Returns [tokens, heads * head_dim] in that dtype.
+        q: [tokens, heads, head_dim] in the pool's ``compute_dtype``. k, v: the step's new keys and values as
+        they are stored, [tokens, kv_heads, head_dim] (see `KVCache.read`). Returns [tokens, heads * head_dim]
+        in ``compute_dtype``.
         """
         ...
 
@@ -59,7 +60,11 @@ class AttentionBackend(Protocol):
     name: str
 
     def plan(self, rows: Rows, kv: KVCache, spec: ModelSpec, to_device: ToDevice) -> AttentionPlan:
-        """Prepare one step: everything that does not depend on the layer, on the device."""
+        """Prepare one step: everything that does not depend on the layer, on the device.
+
+        May run while another step of the same backend is computed: it gets places in scratch memory, and
+        touches none of it.
+        """
         ...
 
 

@@ -6,7 +6,8 @@ no key is repeated. Rows of very different lengths are split into buckets, for p
 tokens do. Rows with several new tokens (prefill, chunks) run one by one; without earlier context they read
 their keys straight from the step's tensors.
 
-Products run in the dtype of the KV pool.
+Products run in the model's dtype. Quantized blocks are gathered as they are stored and read into that, bucket
+by bucket, while they are still in a CPU's caches.
 """
 
 from __future__ import annotations
@@ -40,30 +41,47 @@ class _Gathered:
     flat_v: Tensor
     k: Tensor  # [rows, kv_heads, keys, head_dim], the same memory
     v: Tensor
+    stored: Tensor | None  # [blocks, elements of a block], as a quantized pool holds them
+    bits: Tensor
 
-    def fill(self, paged_k: Tensor, paged_v: Tensor) -> None:
-        """Copy the blocks from one layer of the pool, [num_blocks, elements of a block]."""
-        torch.index_select(paged_k, 0, self.blocks, out=self.flat_k)
-        torch.index_select(paged_v, 0, self.blocks, out=self.flat_v)
+    def fill(self, kv: KVCache, paged_k: Tensor, paged_v: Tensor) -> None:
+        """Read the blocks from one layer of the pool, [num_blocks, elements of a block]."""
+        for paged, flat in ((paged_k, self.flat_k), (paged_v, self.flat_v)):
+            if self.stored is None:
+                torch.index_select(paged, 0, self.blocks, out=flat)
+            else:
+                torch.index_select(paged, 0, self.blocks, out=self.stored)
+                kv.read(self.stored, flat, self.bits)
 
 
 class _Scratch:
-    """Memory for one gathering at a time. It is kept: fresh pages each time cost as much as the copy."""
+    """Memory for one gathering at a time. It is kept: fresh pages each time cost as much as the copy.
+
+    All plans share it, for one gathering is read before the next is made. A plan holds on to the memory that
+    it was given places in, so a later plan that needs more, and gets it, takes nothing away.
+    """
 
     def __init__(self) -> None:
-        self._k = torch.empty(0)
-        self._v = torch.empty(0)
+        self._held: dict[str, Tensor] = {}
 
     def place(self, blocks: Tensor, rows: int, kv: KVCache) -> _Gathered:
         """A place for ``blocks`` [rows * blocks per row] of ``rows`` rows."""
         block = kv.k[0][: kv.block_size]
         size = len(blocks) * block.numel()
-        if self._k.dtype != kv.dtype or self._k.device != kv.device or len(self._k) < size:
-            self._k = torch.empty(size, dtype=kv.dtype, device=kv.device)
-            self._v = torch.empty_like(self._k)
-        flat_k, flat_v = (held[:size].view(len(blocks), -1) for held in (self._k, self._v))
+        flat_k, flat_v = (self._take(name, size, kv.compute_dtype, kv) for name in ("k", "v"))
         k, v = (flat.view(rows, -1, *block.shape[1:]).transpose(1, 2) for flat in (flat_k, flat_v))
-        return _Gathered(blocks, flat_k, flat_v, k, v)
+        stored, bits = None, flat_k
+        if kv.quantizer is not None:
+            stored = self._take("stored", size, block.dtype, kv).view(len(blocks), -1)
+            bits = self._take("bits", size if kv.quantizer.needs_scratch else 0, torch.int16, kv)
+        flat_k, flat_v = flat_k.view(len(blocks), -1), flat_v.view(len(blocks), -1)
+        return _Gathered(blocks, flat_k, flat_v, k, v, stored, bits)
+
+    def _take(self, name: str, size: int, dtype: torch.dtype, kv: KVCache) -> Tensor:
+        held = self._held.get(name)
+        if held is None or held.dtype != dtype or held.device != kv.device or len(held) < size:
+            held = self._held[name] = torch.empty(size, dtype=dtype, device=kv.device)
+        return held[:size]
 
 
 @dataclass(slots=True)
@@ -129,8 +147,8 @@ class _SdpaPlan:
     ) -> None:
         self.parts = [per_window[window] for window in spec.layer_windows]
         # The pool by blocks: what is gathered is whole blocks, long runs of memory.
-        self.k = [layer.view(kv.num_blocks, -1) for layer in kv.k]
-        self.v = [layer.view(kv.num_blocks, -1) for layer in kv.v]
+        self.kv = kv
+        self.k, self.v = kv.paged[: spec.num_layers], kv.paged[spec.num_layers :]
         self.kv_heads = spec.num_kv_heads
         self.group = spec.num_heads // spec.num_kv_heads
         self.head_dim = spec.head_dim
@@ -145,17 +163,17 @@ class _SdpaPlan:
     def _single(self, layer: int, q: Tensor, bucket: _Bucket) -> Tensor:
         count = bucket.last - bucket.first
         gathered = bucket.gathered
-        gathered.fill(self.k[layer], self.v[layer])
+        gathered.fill(self.kv, self.k[layer], self.v[layer])
         queries = q[bucket.first : bucket.last].view(count, self.kv_heads, self.group, self.head_dim)
         out = F.scaled_dot_product_attention(queries, gathered.k, gathered.v, attn_mask=bucket.mask)
         return out.reshape(count, -1)
 
     def _several(self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _Chunk) -> list[Tensor]:
         if chunk.gathered is None:
-            keys, values = k[chunk.first : chunk.last], v[chunk.first : chunk.last]
+            keys, values = (self.kv.read(new[chunk.first : chunk.last]) for new in (k, v))
             keys, values = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
         else:
-            chunk.gathered.fill(self.k[layer], self.v[layer])
+            chunk.gathered.fill(self.kv, self.k[layer], self.v[layer])
             keys, values = chunk.gathered.k, chunk.gathered.v
         keys = keys.repeat_interleave(self.group, dim=1)
         values = values.repeat_interleave(self.group, dim=1)
@@ -185,7 +203,8 @@ def _plan_buckets(
     first_block, last_block = oldest // size, (lengths - 1) // size
     counts = last_block - first_block + 1
     buckets = []
-    most = BUCKET_BYTES // (2 * kv.k[0][:size].nbytes) if kv.device.type == "cpu" else 1 << 60
+    block_bytes = 2 * kv.k[0][:size].numel() * kv.compute_dtype.itemsize
+    most = BUCKET_BYTES // block_bytes if kv.device.type == "cpu" else 1 << 60
     for first, last in _split(counts, max(1, BUCKET_COST_TOKENS // size), most):
         here = slice(first, last)
         width = int(counts[here].max())
@@ -199,7 +218,7 @@ def _plan_buckets(
         at = torch.arange(width * size, device=kv.device)
         hidden = (at < bounds[0].unsqueeze(1)) | (at >= bounds[1].unsqueeze(1))
         gathered = place(to_device(blocks), last - first)
-        buckets.append(_Bucket(first, last, gathered, _mask(hidden, kv.dtype)[:, None, None]))
+        buckets.append(_Bucket(first, last, gathered, _mask(hidden, kv.compute_dtype)[:, None, None]))
     return buckets
 
 
@@ -256,7 +275,7 @@ def _plan_tiles(
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
-    mask = _mask(hidden, kv.dtype)
+    mask = _mask(hidden, kv.compute_dtype)
     tiles = []
     for first, old, seen in zip(firsts, oldest, behind, strict=True):
         last = min(first + QUERY_TILE, new)

@@ -70,6 +70,7 @@ class Decoder:
         head = self.embed if spec.tie_word_embeddings else take("head")
         self.head = Linear(head, None, self.choice, torch.float32)
         self.rotary = RotaryTable(spec.rope, max_len, device)
+        self.finite: Tensor | None = None  # of the last pass, [tokens]: where KV is quantized
         self.timer: PartTimer | None = None  # times the parts of each forward pass while it is there
 
     def _choose(self, weights: MutableMapping[str, Tensor]) -> Choice:
@@ -123,7 +124,7 @@ class Decoder:
         Returns float32 logits [rows, vocab_size] of the tokens in ``logit_rows`` (None: of every token).
         """
         spec, eps = self.spec, self.spec.rms_norm_eps
-        rotated, heads = spec.num_heads + spec.num_kv_heads, spec.num_heads
+        rotated = spec.num_heads + spec.num_kv_heads
         mark = no_mark if self.timer is None else self.timer.begin()
         x = F.embedding(ids, self.embed).to(self.activation_dtype)  # new memory, which the layers add to
         cos, sin = self.rotary.at(positions, self.activation_dtype)
@@ -137,11 +138,8 @@ class Decoder:
                 qk.copy_(head_rms_norm(qk, layer.head_norm, eps))
             rotate_(qk, cos, sin)
             mark(Part.OTHER)
-            stored = qkv.to(kv.dtype)
-            q, k, v = stored[:, :heads], stored[:, heads:rotated], stored[:, rotated:]
-            kv.k[i].index_copy_(0, slots, k)
-            kv.v[i].index_copy_(0, slots, v)
-            attended = attention.attend(i, q, k, v)
+            q, k, v = kv.store(i, slots, qkv)
+            attended = kv.finish(i, attention.attend(i, q, k, v))
             mark(Part.ATTENTION)
             x += layer.out(attended)
             mark(Part.LINEAR)
@@ -149,6 +147,8 @@ class Decoder:
             mark(Part.OTHER)
             x += layer.mlp(normed)
             mark(Part.LINEAR)
+        # Quantized keys and values carry no NaN on to the logits of later tokens, so it is looked for here.
+        self.finite = None if kv.quantizer is None else x.isfinite().all(dim=-1)
         if logit_rows is not None:
             x = x.index_select(0, logit_rows)
         logits = self.head(rms_norm(x, self.norm, eps))

@@ -1,0 +1,62 @@
+"""A step before it is computed, and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.attention import AttentionPlan
+from engine.batch import Batch
+from engine.kv_cache import KVCache
+from engine.traffic import StepTraffic
+from ipc.messages import TokenLogprob
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a step produced, one entry for each scheduled request in the plan's order.
+
+    ``token_ids[i]`` is None where request i has tokens left to compute, or where its logits were not finite
+    (then ``nonfinite[i]`` is true and the request must fail; the prefix cache must not keep its blocks).
+    The times are seconds: building and staging indices, copying ``copied_blocks`` blocks from and to host
+    memory, the model's forward pass, and choosing tokens, the wait for the device included. Parts of the
+    forward pass (see `engine.timing.Part`) are None unless they were asked for. Bytes and operations are
+    modelled (`engine.traffic`); ``kernels`` names the implementations that this step ran.
+    """
+
+    token_ids: list[int | None]
+    logprobs: list[TokenLogprob | None]
+    nonfinite: list[bool]
+    prepare_s: float = 0.0
+    copy_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    attention_s: float | None = None
+    linear_s: float | None = None
+    head_s: float | None = None
+    copied_blocks: int = 0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    flops: int = 0
+    kernels: str = "none"
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A step that is ready but for the tokens still pending when it was prepared."""
+
+    batch: Batch
+    attention: AttentionPlan
+    positions: Tensor
+    slots: Tensor
+    wanted: Tensor | None  # the tokens whose logits are needed; None: all of them, in order
+    kv: KVCache
+    num_entries: int  # of the plan
+    traffic: StepTraffic
+    kernels: str
+    prepare_s: float
+
+    def fill(self) -> None:
+        """Put pending tokens in their place. ValueError if one has not come, because its request ended."""
+        self.batch.fill()
