@@ -163,6 +163,13 @@ class EngineCore:
         request.max_total = min(request.num_prompt + request.sampling.max_tokens, self.max_model_len)
         if not request.stream:
             check_whole(request, self.loaded.tokenizer)
+        sampling = request.sampling
+        request.stop_ids = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else self.loaded.eos_token_ids
+        )
+        request.arrive_ns = request.arrive_ns or self.clock_ns()
+        if self.answers.enter(request):
+            return  # a known answer needs neither blocks nor a place in the queue
         pool = self.scheduler.pool
         check_fit(request, self.scheduler.blocks_for(request), pool.num_blocks, pool.block_size)
         limit = int(self.knobs["max_num_queued"] or 0)
@@ -170,13 +177,6 @@ class EngineCore:
             raise RequestRefused(
                 "busy", f"{limit} requests are waiting already; come back later", BUSY_RETRY_MS
             )
-        sampling = request.sampling
-        request.stop_ids = frozenset(sampling.stop_token_ids) | (
-            frozenset() if sampling.ignore_eos else self.loaded.eos_token_ids
-        )
-        request.arrive_ns = request.arrive_ns or self.clock_ns()
-        if self.answers.enter(request):
-            return
         try:
             self._inbox.put(request)
         except Closed:
