@@ -1,102 +1,23 @@
 """The oracle: greedy ids in float32 equal those of transformers, whatever the engine does meanwhile.
 
-For each model the reference ids come from transformers' ``generate`` on the same weights, together with the
-gap between the two best logits at each place. A difference where that gap is below `NEAR_TIE` is rounding,
-reported as a near tie; the prompts are chosen so that there is none. Feature pairs are where engines break,
-so the combinations form a covering array: each value of each feature meets each value of every other.
+For each model the reference ids come from transformers' ``generate`` on the same weights (see
+`tests.engine.oracle`). Feature pairs are where engines break, so the combinations form a covering array: each
+value of each feature meets each value of every other.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
 
-from engine.models.loader import LoadedModel
+from engine.knobs import KNOBS
 from ipc.messages import KnobValue, Sampling
-from tests import demo_model as demo_files
-from tests import tiny_models
-from tests.engine.core_harness import Engine, load, tiny_folder
-
-NEAR_TIE = 2e-4
-NEW_TOKENS = 24
-PROMPT_SEEDS = {"llama": 11, "mistral": 12, "qwen2": 11, "qwen3": 13}  # no near tie in 120 places
-CHANGES: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 32}}
-MODELS = ("llama", "mistral", "qwen2", "qwen3")
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What transformers says: prompts, the ids after each, and the gap of the two best logits at each id."""
-
-    loaded: LoadedModel
-    prompts: list[list[int]]
-    ids: list[list[int]]
-    gaps: list[list[float]]
-
-    def compare(self, got: Sequence[Sequence[int]], which: Sequence[int] | None = None) -> None:
-        for answer, index in zip(got, which or range(len(self.prompts)), strict=True):
-            want = self.ids[index]
-            place = next((i for i, (a, b) in enumerate(zip(answer, want, strict=False)) if a != b), None)
-            if place is None:
-                assert len(answer) == len(want), f"prompt {index}: {len(answer)} ids, expected {len(want)}"
-                continue
-            gap = self.gaps[index][place]
-            kind = "a near tie, choose other prompts" if gap < NEAR_TIE else "a fault"
-            pytest.fail(
-                f"prompt {index} differs at output {place}: {answer[place]} for {want[place]}; the two best "
-                f"logits lie {gap:.2e} apart: {kind}"
-            )
-
-
-def reference(loaded: LoadedModel, model: Any, prompts: list[list[int]], count: int) -> Expected:
-    ids = [tiny_models.greedy(model, prompt, count) for prompt in prompts]
-    gaps = []
-    with torch.inference_mode():
-        for prompt, answer in zip(prompts, ids, strict=True):
-            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
-            top = logits.topk(2, dim=-1).values
-            gaps.append((top[:, 0] - top[:, 1]).tolist())
-    return Expected(loaded, prompts, ids, gaps)
-
-
-def tiny_prompts(seed: int) -> list[list[int]]:
-    """Two that share 40 tokens, one of block lengths, one of a single token, one long."""
-    rng = random.Random(seed)
-    draw = [[rng.randrange(4, 300) for _ in range(n)] for n in (40, 9, 16, 1, 100)]
-    return [draw[0] + draw[1], draw[0] + [17], draw[2], draw[3], draw[4]]
-
-
-@functools.cache
-def tiny(architecture: str) -> Expected:
-    folder = tiny_folder(architecture, **CHANGES.get(architecture, {}))
-    prompts = tiny_prompts(PROMPT_SEEDS[architecture])
-    expected = reference(load(folder), tiny_models.reference(folder), prompts, NEW_TOKENS)
-    assert min(map(min, expected.gaps)) > NEAR_TIE, "these prompts hold a near tie"
-    return expected
-
-
-@functools.cache
-def demo() -> Expected:
-    from tests.bench.peer_transformers import hf_model
-
-    path = demo_files.path()
-    loaded = load(path)
-    tokenizer = loaded.tokenizer
-    story = "The lighthouse stood at the end of the bay, and every evening its keeper climbed the stairs to"
-    prompts = [
-        tokenizer.apply_chat_template([("user", "Name three rivers in Europe.")]),
-        tokenizer.encode(story, add_special=True),
-        tokenizer.encode(story + " light the lamp. One night", add_special=True),
-    ]
-    return reference(loaded, hf_model(path, torch.float32), prompts, 12)
-
+from tests.engine.core_harness import Engine
+from tests.engine.oracle import MODELS, NEW_TOKENS, Expected, demo, tiny
 
 # --- combinations --------------------------------------------------------------------------------
 
@@ -106,12 +27,19 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "chunk": (1, 7, 64, None),
     "block_size": (1, 16, 128),
     "cache": ("off", "cold", "warm"),
+    "host": (False, True),
     "together": (True, False),
     "preempt": ("no", "for blocks", "thrice each"),
+    "preemption": ("recompute", "swap"),
     "stream": (True, False),
     "kv_allocation": ("paged", "contiguous"),
     "batching": ("continuous", "static"),
+    "batch_wait_ms": (0.0, 3.0),
     "policy": ("fcfs", "priority"),
+    "overlap": (False, True),
+    "batched_detokenize": (False, True),
+    "result_cache": (False, True),
+    "disturb": ("nothing", "cancels", "stop strings"),
 }
 
 
@@ -137,53 +65,94 @@ def covering_array(seed: int = 5) -> Iterator[dict[str, Any]]:
 ROWS = list(covering_array())
 
 
-def combination(expected: Expected, row: dict[str, Any]) -> None:
-    """Run a combination over the expected prompts and compare."""
-    preempt = row["preempt"]
+def engine_for(expected: Expected, row: dict[str, Any]) -> Engine:
+    """An engine with the features of a row; its pool is so small that blocks run out where that is wanted."""
     longest = max(len(p) + len(i) for p, i in zip(expected.prompts, expected.ids, strict=True))
     blocks = -(-longest // row["block_size"]) + 1
-    engine = Engine(
+    plain = ("attention", "block_size", "kv_allocation", "batching", "batch_wait_ms", "policy", "overlap")
+    return Engine(
         expected.loaded,
-        pool_tokens=blocks * row["block_size"] if preempt == "for blocks" else 1024,
-        attention=row["attention"],
+        pool_tokens=blocks * row["block_size"] if row["preempt"] == "for blocks" or row["host"] else 1024,
         chunked_prefill=row["chunk"] is not None,
         prefill_chunk_tokens=row["chunk"] or 512,
-        block_size=row["block_size"],
         prefix_cache=row["cache"] != "off",
-        kv_allocation=row["kv_allocation"],
-        batching=row["batching"],
-        policy=row["policy"],
+        kv_host_gib=0.002 if row["host"] else 0.0,
+        preemption=row["preemption"],
+        swap_space_gib=0.002,
+        batched_detokenize=row["batched_detokenize"],
+        result_cache=row["result_cache"],
+        **{name: row[name] for name in plain},
     )
+
+
+def combination(expected: Expected, row: dict[str, Any]) -> None:
+    """Run a combination over the expected prompts and compare."""
+    engine = engine_for(expected, row)
     sampling = Sampling(max_tokens=len(expected.ids[0]), ignore_eos=True)
+    others: list[int] = []
     rounds = 2 if row["cache"] == "warm" else 1
     for _ in range(rounds):
         rids: list[int] = []
         for index, prompt in enumerate(expected.prompts):
             rids.append(engine.submit(prompt, sampling, stream=row["stream"], priority=index % 3))
+            if row["disturb"] != "nothing":
+                stop = ["a", "e", "t"] if row["disturb"] == "stop strings" else []
+                more = Sampling(max_tokens=20, ignore_eos=True, stop=stop)
+                others.append(engine.submit([*prompt[:30], 9 + index], more, priority=1))
             if not row["together"]:
-                drive(engine, preempt)
-        drive(engine, preempt)
+                drive(engine, row, others)
+        drive(engine, row, others)
         expected.compare([engine.ids(rid) for rid in rids])
-    if preempt == "thrice each":
-        assert any(done.row.preempt_n for done in engine.heard.done.values())
-    if row["cache"] == "warm" and preempt != "for blocks" and row["block_size"] < 128:
-        assert sum(step.hit_tok for step in engine.heard.steps) > 0
-    assert {step.attention for step in engine.heard.steps} == {row["attention"]}
+    happened(engine, row, rids, others)
 
 
-def drive(engine: Engine, preempt: str) -> None:
-    scheduler = engine.core.scheduler
+def happened(engine: Engine, row: dict[str, Any], last: Sequence[int], others: Sequence[int]) -> None:
+    """That each feature of a row did what it is there for, where it can."""
+    ends = [done.row for done in engine.heard.done.values()]
+    steps = engine.heard.steps
+    computed_twice = row["cache"] == "warm" and not row["result_cache"]
+    if row["preempt"] == "thrice each":
+        assert sum(end.preempt_n for end in ends) > 3
+        assert (sum(end.swap_n for end in ends) > 0) == (row["preemption"] == "swap")
+        assert {event.reason for event in engine.heard.preemptions} <= {"blocks", "priority"}
+    if computed_twice and row["preempt"] == "no" and row["block_size"] < 128:
+        assert sum(step.hit_tok for step in steps) > 0
+    if computed_twice and row["host"] and row["block_size"] < 128:
+        assert sum(step.host_hit_tok for step in steps) > 0
+        assert sum(end.host_hit_tok for end in ends) == sum(step.host_hit_tok for step in steps)
+    if row["overlap"]:
+        assert sum(step.overlap_us for step in steps) > 0
+    else:
+        assert {step.overlap_us for step in steps} == {0}
+    if row["batching"] == "static":
+        first = engine.heard.done[1].row
+        assert first.sched_ns is not None
+        assert first.sched_ns - first.arrive_ns >= row["batch_wait_ms"] * 1e6
+    if row["cache"] == "warm" and row["result_cache"]:
+        assert all(engine.heard.done[rid].row.result_cached for rid in last)
+    if row["disturb"] != "nothing":
+        wanted = {"cancels": "cancelled", "stop strings": "stop"}[row["disturb"]]
+        assert wanted in {engine.heard.done[rid].finish for rid in others}
+    assert {step.attention for step in steps} == {row["attention"]}
+
+
+def drive(engine: Engine, row: dict[str, Any], others: Sequence[int]) -> None:
+    """Step until nothing is live, with preemptions and cancels where the row wants them."""
+    core = engine.core
     for step in itertools.count(1):
-        if not engine.core.step() and not engine.core.answers.live:
+        if not core.step() and not core.answers.live:
             return
-        if preempt == "thrice each" and step % 3 == 0:
-            for request in [r for r in scheduler.running if r.preempt_count < 3]:
-                scheduler.preempt(request, step)
+        if row["preempt"] == "thrice each" and step % 3 == 0:
+            for request in [r for r in core.scheduler.running if r.preempt_count < 3]:
+                core.answers.note_preempted([core.scheduler.preempt(request, core.clock_ns())])
+        if row["disturb"] == "cancels" and step % 2 == 0:
+            core.cancel([rid for rid in others if rid in core.answers.live][:1])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(str(v) for v in row.values()))
 def test_combinations(row: dict[str, Any]) -> None:
-    """A01, A03, A08, A38: cache, batch, chunks, blocks, preemption, kernel and streaming leave ids alone."""
+    """A01, A03, A08, A11, A38: cache and host memory, batch and its wait, chunks, blocks, preemption by
+    recompute or swap, overlap, kernel, text, streaming, cancels and stop strings leave ids alone."""
     combination(tiny(row["model"]), row)
 
 
@@ -192,62 +161,155 @@ def test_every_pair_is_covered() -> None:
         assert {(row[a], row[b]) for row in ROWS} == set(itertools.product(FEATURES[a], FEATURES[b]))
 
 
+def test_rows_are_there_that_must_show_what_a_feature_does() -> None:
+    """The conditions under which a combination is held to have swapped, hit and waited do occur."""
+    warm = [row for row in ROWS if row["cache"] == "warm" and not row["result_cache"]]
+    assert any(row["host"] and row["block_size"] < 128 and row["overlap"] for row in warm)
+    assert any(row["preempt"] == "no" and row["block_size"] < 128 for row in warm)
+    forced = [row for row in ROWS if row["preempt"] == "thrice each"]
+    assert {(row["preemption"], row["overlap"]) for row in forced} == set(
+        itertools.product(("recompute", "swap"), (False, True))
+    )
+    assert any(row["batching"] == "static" and row["batch_wait_ms"] for row in ROWS)
+
+
+PLAIN: dict[str, Any] = {
+    "attention": "sdpa", "chunk": 64, "block_size": 16, "cache": "cold", "host": False, "together": True,
+    "preempt": "no", "preemption": "recompute", "stream": True, "kv_allocation": "paged",
+    "batching": "continuous", "batch_wait_ms": 0.0, "policy": "fcfs", "overlap": False,
+    "batched_detokenize": False, "result_cache": False, "disturb": "nothing",
+}  # fmt: skip
+
+
 @pytest.mark.demo_model
 @pytest.mark.parametrize("changes", [
     {}, {"attention": "naive", "block_size": 1, "chunk": 7}, {"preempt": "for blocks", "cache": "warm"},
     {"kv_allocation": "contiguous", "batching": "static", "block_size": 128, "chunk": None},
-], ids=["plain", "naive", "preempted", "static"])  # fmt: skip
+    {"preempt": "thrice each", "preemption": "swap", "overlap": True},
+], ids=["plain", "naive", "preempted", "static", "swapped"])  # fmt: skip
 def test_demo_model(changes: dict[str, Any]) -> None:
     """The same on the demo model, whose head count is odd and whose head is tied."""
-    plain = {"attention": "sdpa", "chunk": 64, "block_size": 16, "cache": "cold", "together": True}
-    more = {
-        "preempt": "no",
-        "stream": True,
-        "kv_allocation": "paged",
-        "batching": "continuous",
-        "policy": "fcfs",
-    }
-    combination(demo(), plain | more | changes)
+    combination(demo(), PLAIN | changes)
 
 
 # --- flips ---------------------------------------------------------------------------------------
 
 FLIPS: list[tuple[str, KnobValue, KnobValue]] = [
     ("batching", "continuous", "static"),
+    ("batch_wait_ms", 0.0, 3.0),
     ("max_num_seqs", 8, 1),
     ("max_num_batched_tokens", 512, 9),
     ("chunked_prefill", True, False),
     ("prefill_chunk_tokens", 64, 3),
+    ("preemption", "recompute", "swap"),
+    ("swap_space_gib", 0.002, 0.001),
+    ("overlap", False, True),
     ("prefix_cache", True, False),
     ("block_size", 16, 1),
     ("kv_allocation", "paged", "contiguous"),
     ("kv_pool_gib", 0.0, 0.0001),
+    ("kv_host_gib", 0.0, 0.001),
     ("attention", "sdpa", "naive"),
     ("policy", "fcfs", "priority"),
     ("priority_ageing_s", 2.0, 0.01),
     ("max_num_queued", 4096, 100),
+    ("batched_tokenize", False, True),
+    ("batched_detokenize", False, True),
+    ("result_cache", False, True),
+    ("forward_timing", False, True),
 ]
+BESIDE: dict[str, dict[str, KnobValue]] = {
+    "batch_wait_ms": {"batching": "static"},
+    "swap_space_gib": {"preemption": "swap"},
+    "kv_host_gib": {"kv_pool_gib": 0.00006},  # so few blocks that prefixes are evicted
+}
+
+
+EFFECTS: dict[str, Callable[[Engine], set[bool]]] = {
+    "preemption": lambda engine: {event.mode == "swap" for event in engine.heard.preemptions},
+    "overlap": lambda engine: {step.overlap_us > 0 for step in engine.heard.steps},
+    "kv_host_gib": lambda engine: {step.host_blk > 0 for step in engine.heard.steps},
+    "forward_timing": lambda engine: {step.attention_us is not None for step in engine.heard.steps},
+}
+"""Flips whose effect shows in what is told of the run: both ways of it must be there."""
+
+
+def flip(engine: Engine, knob: str, first: KnobValue, second: KnobValue) -> None:
+    engine.set(**{knob: second if engine.core.knobs[knob] == first else first})
+
+
+def test_each_lossless_knob_is_flipped() -> None:
+    lossless = {knob.id for knob in KNOBS if knob.apply in ("step", "rebuild_kv") and not knob.lossy}
+    assert lossless - {knob.id for knob in KNOBS if knob.reason} == {knob for knob, _, _ in FLIPS}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-@pytest.mark.parametrize(("knob", "first", "second"), FLIPS, ids=[flip[0] for flip in FLIPS])
+@pytest.mark.parametrize(("knob", "first", "second"), FLIPS, ids=[each[0] for each in FLIPS])
 def test_flipped_while_running(architecture: str, knob: str, first: KnobValue, second: KnobValue) -> None:
-    """Each knob goes there and back four times while prompts and decodes are in flight."""
+    """Each knob goes there and back while prompts and decodes are in flight, others are cancelled or end at
+    stop strings, and a running request is preempted now and then."""
     expected = tiny(architecture)
-    engine = Engine(
-        expected.loaded, prefill_chunk_tokens=16, **{knob: first} if knob != "prefill_chunk_tokens" else {}
-    )
+    knobs: dict[str, Any] = {"prefill_chunk_tokens": 16, **BESIDE.get(knob, {}), knob: first}
+    engine = Engine(expected.loaded, **knobs)
+    core, rng = engine.core, random.Random(knob)
     sampling = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
     rids = [engine.submit(prompt, sampling) for prompt in expected.prompts]
+    cancelled = engine.submit(expected.prompts[1], sampling)
+    stopping = Sampling(max_tokens=40, ignore_eos=True, stop=["a", "e", "t"])
+    stopped = engine.submit(expected.prompts[4], stopping)
     for step in itertools.count(1):
-        if not engine.core.step() and not engine.core.answers.live:
+        if not core.step() and not core.answers.live:
             break
-        if step % 4 == 0 and step <= 32 and engine.core.answers.live:
-            engine.set(**{knob: second if engine.core.knobs[knob] == first else first})
+        if step % 4 == 0 and step <= 32 and core.answers.live and core.knobs.pending is None:
+            flip(engine, knob, first, second)
+        if step % 5 == 0 and core.scheduler.running:
+            victim = rng.choice(core.scheduler.running)
+            if victim.preempt_count < 3:
+                core.answers.note_preempted([core.scheduler.preempt(victim, core.clock_ns())])
+        if step == 9:
+            core.cancel([cancelled])
     expected.compare([engine.ids(rid) for rid in rids])
     assert len(engine.heard.applies) > 2
     assert {apply.result for apply in engine.heard.applies} == {"ok"}
     assert len({step.cfg_rev for step in engine.heard.steps}) > 2
+    assert engine.heard.done[cancelled].finish == "cancelled"
+    assert engine.heard.done[stopped].finish == "stop"
+    if knob in EFFECTS:
+        assert EFFECTS[knob](engine) == {False, True}
+
+
+LOSSY: list[tuple[str, KnobValue, KnobValue]] = [
+    ("kv_dtype", "model", "int8"),
+    ("kv_dtype", "model", "fp8_e4m3"),
+    ("sliding_window", 0, 8),
+]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("knob", "first", "second"), LOSSY, ids=[str(each[2]) for each in LOSSY])
+def test_a_lossy_flip_loses_no_request(knob: str, first: KnobValue, second: KnobValue, overlap: bool) -> None:
+    """Running requests go on by recompute: every stream is whole and as long as asked for. Once it is
+    flipped back, new requests get the oracle's ids, so nothing of what was lossy is found again."""
+    expected = tiny("llama")
+    engine = Engine(expected.loaded, prefill_chunk_tokens=16, overlap=overlap)
+    core = engine.core
+    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
+    expected.compare(engine.generate(expected.prompts, sampling))
+    for value in (second, first):
+        rids = [engine.submit(prompt, sampling) for prompt in expected.prompts]
+        for _ in range(9):
+            core.step()
+        flip(engine, knob, first, second)
+        engine.run()
+        assert core.knobs[knob] == value
+        ends = [engine.heard.done[rid] for rid in rids]
+        assert {done.finish for done in ends} == {"length"}
+        assert all(len(engine.ids(rid)) == NEW_TOKENS for rid in rids)
+        assert sum(done.row.recompute_tok for done in ends) > 0
+    assert engine.generate(expected.prompts, sampling) == expected.ids
+    assert {apply.result for apply in engine.heard.applies} == {"ok"}
+    assert [apply.preempted > 0 for apply in engine.heard.applies] == [True, True]
+    assert {event.reason for event in engine.heard.preemptions} == {"rebuild"}
 
 
 # --- what ran before -----------------------------------------------------------------------------
