@@ -17,15 +17,14 @@ from bisect import insort
 from collections.abc import Callable
 from itertools import pairwise
 
-from engine.admission import Grant, SchedulerKnobs, choose_turns, choose_victims, grant_pages, grant_run
+from engine.admission import Grant, SchedulerKnobs
 from engine.block_pool import BlockView, LedgerError
 from engine.knobs import MAX_SEQS
 from engine.kv_manager import KVManager
 from engine.plan import Copy, Preemption, PreemptReason, ScheduledRequest, StepPlan
+from engine.planner import Planner
 from engine.prefix_cache import MISS_NO_RUN, Match
 from engine.request import NO_BLOCK, NO_SLOT, Request
-
-MAX_DEFERRED = 32  # waiting requests passed over in one plan because what they lack is being computed
 
 __all__ = ["ScheduledRequest", "Scheduler", "SchedulerKnobs", "StepPlan"]
 
@@ -192,18 +191,54 @@ class Scheduler:
     def plan(self, now_ns: int) -> StepPlan:
         """Decide the next step. Allocates its blocks; `advance` must follow when it is launched."""
         self._now_ns = now_ns
-        plan = StepPlan()
-        ones: list[ScheduledRequest] = []
-        longer: list[ScheduledRequest] = []
-        if self.waiting and self.knobs.by_priority and not self.knobs.static:
-            self._preempt_for_head(plan, now_ns)  # of a static batch nobody new could take the place
-        for_priority = len(plan.preemptions)
-        budget = self._plan_decodes(plan, ones, now_ns)
-        budget = self._plan_prefills(plan, ones, longer, budget, now_ns)
-        if self.waiting and len(plan.preemptions) == for_priority and not self._must_wait(plan, now_ns):
-            self._admit(plan, ones, longer, budget, now_ns)
-        plan.scheduled = ones + longer if longer else ones
-        return plan
+        return Planner(self, now_ns).make()
+
+    def find(self, request: Request) -> Match:
+        """What there is of a waiting request's tokens, in the pool and in host memory."""
+        return self.kv.find(request, prefix_cache=self.knobs.prefix_cache)
+
+    def is_coming(self, request: Request, match: Match) -> bool:
+        """Whether the first block that is missing is being computed by a running request."""
+        index = len(match.blocks)
+        return (
+            bool(self._in_flight)
+            and match.arena == "prefix"
+            and index < (len(request.token_ids) - 1) // self.pool.block_size
+            and request.block_keys[index] in self._in_flight
+        )
+
+    def start(self, request: Request, match: Match, grant: Grant, plan: StepPlan, now_ns: int) -> None:
+        """A waiting request has its blocks and begins to run."""
+        used = grant.match
+        copied = self.kv.place(request, grant)
+        request.slot = heapq.heappop(self._free_slots)
+        request.served_ns = now_ns
+        if request.preempted_at_ns is not None:
+            request.preempted_ns += now_ns - request.preempted_at_ns
+            request.preempted_at_ns = None
+        if request.sched_ns is None:
+            request.sched_ns = now_ns
+            request.cached_tokens = used.num_tokens
+            request.host_hit_tokens = copied
+            request.miss_reason = used.miss_reason if used is match else MISS_NO_RUN
+            if self.knobs.prefix_cache:
+                plan.query_tokens += len(request.token_ids)
+                plan.hit_tokens += used.num_tokens
+                plan.host_hit_tokens += copied
+        elif used.arena == "swap":
+            outside = self.kv.lead(used.num_tokens) * self.pool.block_size
+            request.swap_in_tokens += copied
+            request.resume_hit_tokens += used.num_tokens - outside - copied
+        else:
+            request.resume_hit_tokens += used.num_tokens
+        # What comes back from swap space with one token to go has not left the phase it was in.
+        goes_on = used.arena == "swap" and request.num_known - used.num_tokens == 1
+        request.state = "decode" if goes_on and request.num_known > request.num_prompt else "prefill"
+        insort(self.running, request, key=_by_order)
+        plan.admitted.append(request)
+        if self.knobs.prefix_cache:
+            self.kv.keep_full_blocks(request)
+            self._announce(request)
 
     def advance(self, plan: StepPlan) -> None:
         """Note that a plan is launched: tokens are held, and full blocks may be reused from now on."""
@@ -261,167 +296,6 @@ class Scheduler:
         if not self.running and self._in_flight:
             raise LedgerError("nothing runs but blocks are announced")
 
-    # --- the parts of a plan ---
-
-    def _plan_decodes(self, plan: StepPlan, ones: list[ScheduledRequest], now_ns: int) -> int:
-        """Requests that lack one token go first. Returns what is left of the token budget."""
-        budget, size, running = self.knobs.max_num_batched_tokens, self.pool.block_size, self.running
-        turns = self._turns(plan, now_ns) if len(running) > budget else None
-        index = 0
-        while index < len(running) and budget > 0:
-            request = running[index]
-            index += 1
-            computed = request.num_computed
-            if len(request.token_ids) + request.num_pending - computed != 1:
-                continue
-            if (request.num_pending and _is_ending(request)) or (turns is not None and request not in turns):
-                continue
-            if computed // size >= len(request.block_table):
-                if not self._make_room(1, request, plan, now_ns):
-                    break
-                request.block_table += self.pool.allocate(1, request.rid)
-            _schedule(plan, ones, request, 1)
-            budget -= 1
-        return budget
-
-    def _turns(self, plan: StepPlan, now_ns: int) -> set[Request] | None:
-        """Who may decode where the budget is less than one token for each that could; None: everybody."""
-        budget = self.knobs.max_num_batched_tokens
-        decoding = [r for r in self.running if r.num_known - r.num_computed == 1 and not _is_ending(r)]
-        if len(decoding) <= budget:
-            return None
-        plan.turn_ns = now_ns
-        return choose_turns(decoding, budget, self.knobs)
-
-    def _plan_prefills(
-        self,
-        plan: StepPlan,
-        ones: list[ScheduledRequest],
-        longer: list[ScheduledRequest],
-        budget: int,
-        now_ns: int,
-    ) -> int:
-        """Running requests that lack several tokens, oldest first. Returns what is left of the budget."""
-        index = 0
-        while index < len(self.running):
-            request = self.running[index]
-            index += 1
-            lacking = len(request.token_ids) + request.num_pending - request.num_computed
-            if lacking < 2:
-                continue
-            take = self._take(lacking, budget, plan)
-            if take == 0:
-                continue
-            target = -(-(request.num_computed + take) // self.pool.block_size)
-            count = max(0, target - len(request.block_table))
-            if count > self.pool.num_available and (
-                ones or longer or not self._make_room(count, request, plan, now_ns)
-            ):
-                continue  # decoding requests go on and will give blocks back
-            request.block_table += self.pool.allocate(count, request.rid)
-            _schedule(plan, ones if take == 1 else longer, request, take)
-            budget -= take
-        return budget
-
-    def _must_wait(self, plan: StepPlan, now_ns: int) -> bool:
-        """Whether a static batch that could start waits for more members. Preempted ones just go on."""
-        knobs = self.knobs
-        if not (knobs.static and knobs.batch_wait_ns) or self.running:
-            return False
-        if len(self.waiting) >= knobs.max_num_seqs or any(r.state == "preempted" for r in self.waiting):
-            return False
-        starts_ns = min(request.arrive_ns for request in self.waiting) + knobs.batch_wait_ns
-        if now_ns >= starts_ns:
-            return False
-        plan.wake_ns = starts_ns
-        plan.reason = f"a batch of {len(self.waiting)} waits for up to {knobs.max_num_seqs} members"
-        return True
-
-    def _admit(
-        self,
-        plan: StepPlan,
-        ones: list[ScheduledRequest],
-        longer: list[ScheduledRequest],
-        budget: int,
-        now_ns: int,
-    ) -> None:
-        """Start waiting requests in their order while there are seats, tokens and blocks."""
-        knobs, pool = self.knobs, self.pool
-        batch_goes_on = knobs.static and (
-            bool(self.running) or any(request.state == "preempted" for request in self.waiting)
-        )
-        gone = {preemption.request.rid for preemption in plan.preemptions}
-        promised = self._promised()
-        index = deferred = 0
-        while index < len(self.waiting):
-            request = self.waiting[index]
-            if len(self.running) >= knobs.max_num_seqs:
-                plan.reason = f"all {knobs.max_num_seqs} seats are taken"
-                return
-            if request.rid in gone:
-                return
-            if _is_ending(request) or (batch_goes_on and request.state != "preempted"):
-                index += 1
-                continue
-            match = self._match(request)
-            if not knobs.static and self._is_coming(request, match):
-                # A running request is computing the blocks it lacks: it keeps its place and will hit them.
-                index, deferred = index + 1, deferred + 1
-                if deferred == MAX_DEFERRED:
-                    return
-                continue
-            take = self._take(request.num_known - match.num_tokens, budget, plan)
-            if take == 0 and not knobs.static:
-                plan.reason = "the token budget is used up"
-                return
-            grant = self._allocate(request, match, match.num_tokens + take, promised)
-            if grant is None:
-                needed = self.blocks_for(request) if knobs.contiguous else self._blocks_needed(request, match)
-                plan.reason = (
-                    f"request {request.rid} needs {needed} blocks; {pool.num_available} of {pool.num_blocks} "
-                    f"are available, {promised} of them promised to running requests"
-                )
-                return
-            del self.waiting[index]
-            self._start(request, match, grant, plan, now_ns)
-            promised += self._lacks(request)
-            if take:
-                _schedule(plan, ones if take == 1 else longer, request, take)
-                budget -= take
-
-    def _start(self, request: Request, match: Match, grant: Grant, plan: StepPlan, now_ns: int) -> None:
-        """A waiting request has its blocks and begins to run."""
-        used = grant.match
-        copied = self.kv.place(request, grant)
-        request.slot = heapq.heappop(self._free_slots)
-        request.served_ns = now_ns
-        if request.preempted_at_ns is not None:
-            request.preempted_ns += now_ns - request.preempted_at_ns
-            request.preempted_at_ns = None
-        if request.sched_ns is None:
-            request.sched_ns = now_ns
-            request.cached_tokens = used.num_tokens
-            request.host_hit_tokens = copied
-            request.miss_reason = used.miss_reason if used is match else MISS_NO_RUN
-            if self.knobs.prefix_cache:
-                plan.query_tokens += len(request.token_ids)
-                plan.hit_tokens += used.num_tokens
-                plan.host_hit_tokens += copied
-        elif used.arena == "swap":
-            outside = self.kv.lead(used.num_tokens) * self.pool.block_size
-            request.swap_in_tokens += copied
-            request.resume_hit_tokens += used.num_tokens - outside - copied
-        else:
-            request.resume_hit_tokens += used.num_tokens
-        # What comes back from swap space with one token to go has not left the phase it was in.
-        goes_on = used.arena == "swap" and request.num_known - used.num_tokens == 1
-        request.state = "decode" if goes_on and request.num_known > request.num_prompt else "prefill"
-        insort(self.running, request, key=_by_order)
-        plan.admitted.append(request)
-        if self.knobs.prefix_cache:
-            self.kv.keep_full_blocks(request)
-            self._announce(request)
-
     def _announce(self, request: Request) -> None:
         """Tell whoever waits which blocks this request is going to fill."""
         size = self.pool.block_size
@@ -429,82 +303,6 @@ class Scheduler:
         self.cache.extend_keys(request.block_keys, request.token_ids, request.cache_salt, known * size)
         for key in request.block_keys[request.num_keyed : known]:
             self._in_flight.setdefault(key, request.rid)
-
-    def _allocate(self, request: Request, match: Match, end: int, promised: int) -> Grant | None:
-        kv, pool = self.kv, self.pool
-        kv.host.guard({block for _index, block in match.host} if match.arena == "prefix" else ())
-        try:
-            if self.knobs.contiguous:
-                return grant_run(
-                    pool,
-                    request.rid,
-                    match,
-                    self.blocks_for(request),
-                    others_run=bool(self.running),
-                    unshared=kv.without_pool(request, match),
-                )
-            return grant_pages(
-                pool,
-                request.rid,
-                match,
-                lead=kv.lead(match.num_tokens),
-                needed=self._blocks_needed(request, match),
-                end=end,
-                reserve=promised + self._watermark,
-            )
-        finally:
-            kv.host.guard(())
-
-    def _preempt_for_head(self, plan: StepPlan, now_ns: int) -> None:
-        """Make room for the first waiting request if running ones of strictly lower priority can give it."""
-        head = self.waiting[0]
-        match = self._match(head)
-        if _is_ending(head) or self._is_coming(head, match):
-            return
-        in_a_row = self.knobs.contiguous
-        needed = self.blocks_for(head) if in_a_row else self._blocks_needed(head, match) + self._watermark
-        for victim in choose_victims(
-            self.pool,
-            self.running,
-            head,
-            self.knobs.max_num_seqs,
-            needed,
-            in_a_row=in_a_row,
-            lacks=self._lacks,
-        ):
-            plan.preemptions.append(self.preempt(victim, now_ns, "priority", head.rid))
-
-    # --- small parts ---
-
-    def _take(self, lacking: int, budget: int, plan: StepPlan) -> int:
-        """How many of the tokens it lacks a request may compute in this step."""
-        if self.knobs.chunked_prefill:
-            return max(0, min(lacking, self.knobs.prefill_chunk_tokens, budget))
-        if lacking > budget and plan.prefill_requests:
-            return 0
-        return lacking
-
-    def _make_room(self, count: int, request: Request, plan: StepPlan, now_ns: int) -> bool:
-        """Preempt from the end of the order until ``count`` blocks are available. False: it went itself."""
-        while self.pool.num_available < count:
-            victim = self.running[-1]
-            plan.preemptions.append(self.preempt(victim, now_ns, "blocks", request.rid))
-            if victim is request:
-                return False
-        return True
-
-    def _match(self, request: Request) -> Match:
-        return self.kv.find(request, prefix_cache=self.knobs.prefix_cache)
-
-    def _is_coming(self, request: Request, match: Match) -> bool:
-        """Whether the first block that is missing is being computed by a running request."""
-        index = len(match.blocks)
-        return (
-            bool(self._in_flight)
-            and match.arena == "prefix"
-            and index < (len(request.token_ids) - 1) // self.pool.block_size
-            and request.block_keys[index] in self._in_flight
-        )
 
     def _keep_full_blocks(self, request: Request) -> None:
         before = request.num_keyed
@@ -531,36 +329,6 @@ class Scheduler:
             for other in self.running:
                 self.pool.pass_on(blocks, other.block_table[first:], other.rid)
 
-    def _blocks_needed(self, request: Request, match: Match) -> int:
-        """Blocks that a request will hold at once for the tokens known so far."""
-        known = -(-request.num_known // self.pool.block_size)
-        if (window := self.kv.window) is None:
-            return known
-        return min(known - self.kv.lead(match.num_tokens), self._most_at_once(request, window))
-
-    def _lacks(self, request: Request) -> int:
-        """Blocks that a running request still needs for tokens it has already."""
-        table = request.block_table
-        lacking = max(0, -(-request.num_known // self.pool.block_size) - len(table))
-        if not lacking or (window := self.kv.window) is None:
-            return lacking
-        held = len(table) - self.kv.lead(request.num_computed)
-        return max(0, min(lacking, self._most_at_once(request, window) - held))
-
-    def _most_at_once(self, request: Request, window: int) -> int:
-        """Blocks that a window and one chunk after it can span."""
-        chunk = self.knobs.prefill_chunk_tokens if self.knobs.chunked_prefill else request.num_known
-        return (window + chunk - 1) // self.pool.block_size + 2
-
-    @property
-    def _watermark(self) -> int:
-        """Blocks left alone when a request starts beside others, so that they do not run out at once."""
-        return self.pool.num_blocks // 100 if self.running else 0
-
-    def _promised(self) -> int:
-        """Blocks that running requests still need for tokens they have already."""
-        return sum(map(self._lacks, self.running))
-
     def _order(self, request: Request) -> tuple[int, int]:
         if self.knobs.by_priority:
             return request.priority * self.knobs.ageing_ns + request.arrive_ns, request.rid
@@ -583,23 +351,3 @@ class Scheduler:
 
 def _by_order(request: Request) -> tuple[int, int]:
     return request.order
-
-
-def _is_ending(request: Request) -> bool:
-    """Whether the token that it is owed is its last one."""
-    return request.num_pending > 0 and request.num_known >= request.max_total
-
-
-def _schedule(plan: StepPlan, rows: list[ScheduledRequest], request: Request, count: int) -> None:
-    """Put ``count`` tokens of a request into the step."""
-    start = request.num_computed
-    if count == 1 and start >= request.num_prompt and start == request.num_known - 1:
-        rows.append(ScheduledRequest(request, 1))
-        plan.decode_requests += 1
-        plan.decode_tokens += 1
-        return
-    recompute = max(0, min(start + count, request.high_water) - start)
-    rows.append(ScheduledRequest(request, count, recompute))
-    plan.prefill_requests += 1
-    plan.prefill_tokens += count
-    plan.recompute_tokens += recompute

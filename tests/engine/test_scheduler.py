@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.planner import MAX_DEFERRED
 from engine.prefix_cache import MISS_NO_MATCH, MISS_OFF, MISS_SHORT
-from engine.scheduler import MAX_DEFERRED
 from tests.engine.drive import Drive, expected_output
 
 
@@ -78,23 +79,32 @@ def test_members_of_a_static_batch_beyond_the_budget_belong_to_it() -> None:
 
 # --- random load ---------------------------------------------------------------------------------
 
-FLIPS = st.one_of(
-    st.fixed_dictionaries({"chunked_prefill": st.booleans()}),
-    st.fixed_dictionaries({"prefix_cache": st.booleans()}),
-    st.fixed_dictionaries({"prefill_chunk_tokens": st.sampled_from([1, 3, 64])}),
-    st.fixed_dictionaries({"max_num_batched_tokens": st.sampled_from([1, 5, 64])}),
-    st.fixed_dictionaries({"max_num_seqs": st.sampled_from([1, 2, 8])}),
-    st.fixed_dictionaries({"batching": st.sampled_from(["static", "continuous"])}),
-    st.fixed_dictionaries({"policy": st.sampled_from(["fcfs", "priority"])}),
-)
-ACTIONS = st.one_of(
-    st.tuples(st.just("add"), st.integers(1, 30), st.integers(1, 10), st.integers(-2, 2), st.integers(0, 3)),
-    st.tuples(st.just("step"), st.integers(1, 4)),
-    st.tuples(st.just("flip"), FLIPS),
-    st.tuples(st.just("cancel"), st.integers(0, 100)),
-    st.tuples(st.just("preempt"), st.integers(0, 100)),
-    st.tuples(st.just("rebuild"), st.sampled_from([1, 2, 4, 16]), st.booleans()),
-)
+
+def draw_action(random: random.Random) -> tuple:
+    """One thing that may happen to a scheduler. Arrivals and steps come often enough to fill it."""
+    pick, choose = random.randrange, random.choice
+    flips: list[dict[str, Any]] = [
+        {"chunked_prefill": choose([True, False])},
+        {"prefix_cache": choose([True, True, False])},
+        {"prefill_chunk_tokens": choose([1, 3, 64])},
+        {"max_num_batched_tokens": choose([1, 5, 64])},
+        {"max_num_seqs": choose([1, 2, 8])},
+        {"batching": choose(["static", "continuous"])},
+        {"policy": choose(["fcfs", "priority"])},
+        {"preemption": choose(["recompute", "swap"])},
+    ]
+    actions = [
+        (30, ("add", 1 + pick(30), 1 + pick(12), pick(5) - 2, pick(4))),
+        (40, ("step", 1 + pick(4))),
+        (6, ("flip", choose(flips))),
+        (4, ("cancel", pick(100))),
+        (10, ("preempt", pick(100))),
+        (1, ("distrust", pick(100))),
+        (6, ("drop", 1 + pick(2))),
+        (1, ("host", choose([0, 1, 5, 40]), choose([0, 3, 12, 40]))),
+        (1, ("rebuild", choose([1, 2, 4, 16]), choose([True, False]))),
+    ]
+    return random.choices([action for _weight, action in actions], [weight for weight, _action in actions])[0]
 
 
 def act(drive: Drive, action: tuple, total: int) -> None:
@@ -111,25 +121,56 @@ def act(drive: Drive, action: tuple, total: int) -> None:
         case ("cancel", pick):
             live = drive.scheduler.waiting + drive.scheduler.running
             if live:
-                drive.scheduler.remove(live[pick % len(live)])
+                request = live[pick % len(live)]
+                drive.scheduler.remove(request)
+                request.state = "finished"
         case ("preempt", pick):
             if drive.scheduler.running:
-                drive.scheduler.preempt(
-                    drive.scheduler.running[pick % len(drive.scheduler.running)], drive.now_ns
-                )
+                drive.preempt(drive.scheduler.running[pick % len(drive.scheduler.running)])
+        case ("distrust", pick):
+            live = drive.scheduler.waiting + drive.scheduler.running
+            if live:
+                request = live[pick % len(live)]
+                drive.scheduler.distrust(request)
+                drive.scheduler.remove(request)
+                request.state = "finished"
+        case ("drop", count):
+            for _ in range(count):
+                drive.plan()
+        case ("host", prefix_blocks, swap_blocks):
+            drive.set_host(prefix_blocks, swap_blocks)
         case ("rebuild", size, contiguous):
             drive.flip(kv_allocation="contiguous" if contiguous else "paged")
             drive.rebuild(total // size, size)
 
 
-@settings(max_examples=150, deadline=None)
-@given(actions=st.lists(ACTIONS, min_size=1, max_size=25), total=st.sampled_from([48, 80, 400]))
-def test_any_load_ends_with_the_right_tokens(actions: list[tuple], total: int) -> None:
-    """Whatever arrives, is cancelled, flipped, preempted or rebuilt: every request ends with its own tokens,
-    budgets hold in each step, the ledger adds up, and nothing is left behind."""
-    drive = Drive(num_blocks=total // 4, block_size=4)
-    for action in actions:
-        act(drive, action, total)
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    length=st.integers(1, 120),
+    total=st.sampled_from([48, 80, 400]),
+    window=st.sampled_from([None, None, 1, 6, 13]),
+    host=st.sampled_from([(0, 0), (4, 9), (30, 30)]),
+    overlap=st.booleans(),
+)
+def test_any_load_ends_with_the_right_tokens(
+    seed: int, length: int, total: int, window: int | None, host: tuple[int, int], overlap: bool
+) -> None:
+    """A08, A11: whatever arrives, is cancelled, flipped, preempted, swapped, resized, rebuilt or planned in
+    vain: every request ends with its own tokens, its blocks hold their content at each launch (the copies are
+    made on a memory of contents), the ledger adds up after each plan, and nothing is left behind."""
+    chance = random.Random(seed)
+    drive = Drive(
+        num_blocks=total // 4,
+        block_size=4,
+        window=window,
+        prefix_blocks=host[0],
+        swap_blocks=host[1],
+        overlap=overlap,
+        preemption="swap" if host[1] else "recompute",
+    )
+    for _ in range(length):
+        act(drive, draw_action(chance), total)
     drive.run()
     for request in drive.done.values():
         assert request.output_ids == expected_output(
@@ -137,10 +178,14 @@ def test_any_load_ends_with_the_right_tokens(actions: list[tuple], total: int) -
         )
         assert request.sched_ns is not None
         assert request.recompute_tokens <= request.computed_tokens
-    pool = drive.scheduler.pool
-    assert pool.num_used == 0
-    assert pool.used_tokens == 0
-    assert not drive.scheduler._in_flight
+        assert request.recompute_tokens <= request.lost_tokens
+        assert request.host_hit_tokens <= request.cached_tokens <= request.num_prompt
+    scheduler = drive.scheduler
+    scheduler.check()
+    assert scheduler.pool.num_used == 0
+    assert scheduler.pool.used_tokens == 0
+    assert scheduler.num_swapped == scheduler.swap_blocks_used == 0
+    assert not scheduler._in_flight
 
 
 @settings(max_examples=60, deadline=None)
