@@ -46,15 +46,9 @@ class Planner:
 
     def _continue_decodes(self) -> None:
         """Requests that lack one token go first."""
-        budget, size, running, plan, ones = (
-            self._budget,
-            self._pool.block_size,
-            self._running,
-            self._plan,
-            self._ones,
-        )
+        budget, size, running, ones = self._budget, self._pool.block_size, self._running, self._ones
         turns = self._turns() if len(running) > budget else None
-        index = 0
+        index = decodes = 0
         while index < len(running) and budget > 0:
             request = running[index]
             index += 1
@@ -67,8 +61,13 @@ class Planner:
                 if not self._make_room(1, request):
                     break
                 request.block_table += self._pool.allocate(1, request.rid)
-            _schedule(plan, ones, request, 1)
             budget -= 1
+            if computed >= request.num_prompt:
+                ones.append(ScheduledRequest(request, 1))
+                decodes += 1
+            else:
+                self._note_prefill(ones, request, 1)
+        self._plan.decode_requests = self._plan.decode_tokens = decodes
         self._budget = budget
 
     def _turns(self) -> set[Request] | None:
@@ -229,8 +228,27 @@ class Planner:
         return lacking
 
     def _give(self, request: Request, take: int) -> None:
-        _schedule(self._plan, self._ones if take == 1 else self._longer, request, take)
+        """Put ``take`` tokens of a request that did not decode before into the step."""
+        plan, rows = self._plan, self._ones if take == 1 else self._longer
         self._budget -= take
+        if (
+            take == 1
+            and request.num_computed >= request.num_prompt
+            and request.num_known - request.num_computed == 1
+        ):
+            rows.append(ScheduledRequest(request, 1))
+            plan.decode_requests += 1
+            plan.decode_tokens += 1
+        else:
+            self._note_prefill(rows, request, take)
+
+    def _note_prefill(self, rows: list[ScheduledRequest], request: Request, count: int) -> None:
+        start = request.num_computed
+        recompute = max(0, min(start + count, request.high_water) - start)
+        rows.append(ScheduledRequest(request, count, recompute))
+        self._plan.prefill_requests += 1
+        self._plan.prefill_tokens += count
+        self._plan.recompute_tokens += recompute
 
     def _blocks_needed(self, request: Request, match: Match) -> int:
         """Blocks that a request will hold at once for the tokens known so far."""
@@ -262,18 +280,3 @@ class Planner:
 def _is_ending(request: Request) -> bool:
     """Whether the token that it is owed is its last one."""
     return request.num_pending > 0 and request.num_known >= request.max_total
-
-
-def _schedule(plan: StepPlan, rows: list[ScheduledRequest], request: Request, count: int) -> None:
-    """Put ``count`` tokens of a request into the step."""
-    start = request.num_computed
-    if count == 1 and start >= request.num_prompt and start == request.num_known - 1:
-        rows.append(ScheduledRequest(request, 1))
-        plan.decode_requests += 1
-        plan.decode_tokens += 1
-        return
-    recompute = max(0, min(start + count, request.high_water) - start)
-    rows.append(ScheduledRequest(request, count, recompute))
-    plan.prefill_requests += 1
-    plan.prefill_tokens += count
-    plan.recompute_tokens += recompute

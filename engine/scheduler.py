@@ -251,7 +251,8 @@ class Scheduler:
             pool.write(request.block_table, start, end)
             request.num_computed = end
             request.computed_tokens += count
-            request.recompute_tokens += scheduled.recompute
+            if scheduled.recompute:
+                request.recompute_tokens += scheduled.recompute
             if end > request.high_water:
                 request.high_water = end
             if turn_ns is not None:
