@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from engine.batch import Batch, BatchBuilder
 from engine.plan import ScheduledRequest
-from engine.request import Request
+from engine.request import NO_BLOCK, Request
 from ipc.messages import Sampling
 
 
@@ -76,3 +78,50 @@ def test_indices_through_growth_preemption_and_changing_hands() -> None:
                 if request.num_tokens > 80:
                     free += request.block_table
                     requests.remove(request)
+
+
+def test_a_pending_token_gets_its_place_now_and_its_id_later() -> None:
+    builder = BatchBuilder(4, 20)
+    pending = Request(1, [11, 12, 13, 14, 15], Sampling(repetition_penalty=1.5))
+    pending.slot, pending.block_table, pending.num_computed, pending.num_pending = 0, [7, 3], 5, 1
+    chunk = Request(2, [21, 22, 23], Sampling())
+    chunk.slot, chunk.block_table = 1, [5]
+    batch = builder.build([ScheduledRequest(chunk, 2), ScheduledRequest(pending, 1)])
+    assert batch.ids.tolist() == [0, 21, 22]
+    assert batch.positions.tolist() == [5, 0, 1]
+    assert batch.slots.tolist() == [3 * 4 + 1, 20, 21]
+    assert (batch.sampled, batch.order) == ([1], [1, 0])
+    assert not batch.filled
+    with pytest.raises(ValueError, match="request 1 is in the step, but its token 5 never came"):
+        batch.fill()
+    pending.token_ids.append(16)
+    batch.fill()
+    assert batch.filled
+    assert batch.ids.tolist() == [16, 21, 22]
+    assert batch.sampled_rows[0].num_tokens == 6
+    assert batch.sampled_rows[0].token_ids == [11, 12, 13, 14, 15, 16]
+    # The batch is its own: what happens to requests later does not reach it.
+    pending.token_ids.append(17)
+    pending.slot, pending.block_table[0] = -1, 9
+    assert batch.sampled_rows[0].token_ids == [11, 12, 13, 14, 15, 16]
+    assert batch.sampled_rows[0].slot == 0
+    assert batch.blocks_of(1) == [7, 3]
+    assert batch.blocks_of(0) == [5]
+
+
+@pytest.mark.parametrize(("window", "gone"), [(None, 0), (1, 3), (4, 2), (5, 2), (6, 1), (12, 0), (13, 0)])
+def test_only_blocks_outside_the_window_may_be_given_up(window: int | None, gone: int) -> None:
+    """12 tokens computed in blocks of 4: the next one attends to positions from 13 - window on."""
+    builder = BatchBuilder(4, 20, window)
+    request = Request(1, list(range(13)), Sampling())
+    request.slot, request.num_computed = 0, 12
+    for missing in range(4):
+        request.block_table = [NO_BLOCK] * missing + [1, 2, 3, 4][missing:]
+        row = [ScheduledRequest(request, 1)]
+        if missing <= gone:
+            batch = builder.build(row)
+            assert batch.slots.tolist() == [16]
+            assert batch.blocks_of(0) == [1, 2, 3, 4][missing:]
+        else:
+            with pytest.raises(ValueError, match=rf"its block {gone} was given up"):
+                builder.build(row)
