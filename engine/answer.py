@@ -7,7 +7,7 @@ The step thread appends a token, sees whether an end token or the request's leng
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from engine.block_pool import BlockView
@@ -46,7 +46,7 @@ class Answers:
     length, cancel, a client that vanished, an error. That frees its blocks; its last tokens, its row and the
     end of its stream follow from the delivery thread, once. ``sink`` is called by both threads: with what
     happens to the engine by `flush`, with what clients are told by the delivery thread. ``on_stop`` is called
-    by the latter with the id of a request that has met a stop string; `stopped` must follow on the step thread.
+    by the latter with the id of a request that has met a stop string, which is then to be `stopped` here.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class Answers:
         self._stages = stages
         self._clock = clock_ns
         self._rows: list[NewToken] = []  # of the delivery's next batch
-        self._computed_ns = 0
 
     def enter(self, request: Request) -> bool:
         """Prepare the way out of a request that was not begun yet; any thread.
@@ -126,7 +125,6 @@ class Answers:
 
     def accept(self, plan: StepPlan, out: StepOutput, computed_ns: int) -> None:
         """Take a step's tokens: append them and end what ends with them. Who has ended already gets none."""
-        self._computed_ns = computed_ns
         for index, scheduled in enumerate(plan.scheduled):
             request = scheduled.request
             if request.is_finished:
@@ -176,7 +174,7 @@ class Answers:
             self._sink(events)
         rows, self._rows = self._rows, []
         if rows:
-            self.delivery.put(Batch(self._computed_ns, self.cfg_rev, rows))
+            self.delivery.put(Batch(self.cfg_rev, rows))
         self.delivery.flush()
 
     def _take(self, request: Request, token: int, logprob: TokenLogprob | None, now_ns: int) -> None:
@@ -190,7 +188,7 @@ class Answers:
             self.events.append(request.row())
         produced = len(request.token_ids) - request.num_prompt
         stops = token in request.stop_ids and produced > request.sampling.min_tokens
-        self._rows.append(NewToken(_outlet(request), token, logprob, stops))
+        self._rows.append(NewToken(_outlet(request), token, now_ns, logprob, stops))
         if stops:
             self.finish(request, "stop", now_ns, stop_reason=token)
         elif len(request.token_ids) >= request.max_total:
@@ -213,15 +211,14 @@ class Answers:
         request.state, request.finish, request.end_ns = "finished", finish, now_ns
         request.stop_reason, request.code, request.message = stop_reason, code, message[:4096]
         request.rev_last = self.cfg_rev
-        self._rows.append(NewToken(_outlet(request), None))
+        self._rows.append(NewToken(_outlet(request), None, now_ns))
 
     def _leave_stages(self, request: Request) -> None:
         """A request runs no more: what the engine spent meanwhile is its."""
         if request.stages_at is not None:
             now, then = self._stages.now(), request.stages_at
             request.stage_ns = [
-                held + after - before
-                for held, after, before in zip(request.stage_ns, now, then, strict=True)
+                held + after - before for held, after, before in zip(request.stage_ns, now, then, strict=True)
             ]
             request.stages_at = None
 
@@ -234,12 +231,15 @@ class Answers:
         request.state, request.finish, request.stop_reason = "finished", answer.finish, answer.stop_reason
         request.rev_first = request.rev_last = self.cfg_rev
         request.result_cached = True
-        logprobs = answer.logprobs or [None] * len(answer.ids)
-        rows = [NewToken(outlet, token, logprob) for token, logprob in zip(answer.ids, logprobs, strict=True)]
+        logprobs: Sequence[TokenLogprob | None] = answer.logprobs or [None] * len(answer.ids)
+        rows = [
+            NewToken(outlet, token, now_ns, logprob)
+            for token, logprob in zip(answer.ids, logprobs, strict=True)
+        ]
         if isinstance(answer.stop_reason, int):
             rows[-1] = rows[-1]._replace(is_stop_id=True)
-        rows.append(NewToken(outlet, None))
-        self.delivery.put(Batch(now_ns, self.cfg_rev, rows, whole=True))
+        rows.append(NewToken(outlet, None, now_ns))
+        self.delivery.put(Batch(self.cfg_rev, rows, whole=True))
 
 
 def _outlet(request: Request) -> Outlet:

@@ -37,21 +37,21 @@ FAULT = "the engine could not turn this request's tokens into text; its log says
 
 
 class NewToken(NamedTuple):
-    """One token of a request, or (``token`` is None) that the step thread has ended it."""
+    """One token of a request and when it was computed, or (``token`` is None) that the step thread ended it.
+
+    A stop id ends its request and its own text is left out.
+    """
 
     outlet: Outlet
     token: int | None
+    t_ns: int
     logprob: TokenLogprob | None = None
-    is_stop_id: bool = False  # it ends the request and its own text is left out
+    is_stop_id: bool = False
 
 
 class Batch(NamedTuple):
-    """The new tokens and ends of one step, or one whole answer from the result cache.
+    """The new tokens and ends of one step under configuration ``rev``, or an answer from the result cache."""
 
-    ``t_ns`` is when the step was computed, ``rev`` the configuration it ran under.
-    """
-
-    t_ns: int
     rev: int
     rows: list[NewToken]
     whole: bool = False  # to be sent together, however many tokens that is
@@ -65,7 +65,7 @@ class Outlet:
 
     __slots__ = (
         "_detokenizer", "_ids", "_logprobs", "_parts", "_taken", "_times", "_unwatched", "cut", "ended",
-        "error", "has_stop_id", "kept_logprobs", "request", "rev", "ticket",
+        "error", "has_stop_id", "kept_logprobs", "request", "rev", "ticket", "told",
     )  # fmt: skip
 
     def __init__(self, request: Request, tokenizer: Tokenizer, ticket: Ticket | None = None) -> None:
@@ -75,7 +75,8 @@ class Outlet:
         self.rev = 0  # of the newest token
         self.cut: int | None = None  # output tokens up to and with the one that completed a stop string
         self.error = ""
-        self.ended = False
+        self.told = False  # the step thread, that it is over
+        self.ended = False  # by the step thread
         self.has_stop_id = False  # the newest id ended it
         self.kept_logprobs: list[TokenLogprob] | None = None
         self._unwatched = bool(sampling.stop) and sampling.min_tokens > 0
@@ -91,12 +92,12 @@ class Outlet:
         """Whether further tokens are dropped."""
         return self.cut is not None or bool(self.error)
 
-    def add(self, new: NewToken, t_ns: int, rev: int) -> None:
+    def add(self, new: NewToken, rev: int) -> None:
         """Take one token. It waits for `release`."""
         if new.token is None or self.is_over:
             return
         self._ids.append(new.token)
-        self._times.append(t_ns)
+        self._times.append(new.t_ns)
         if new.logprob is not None:
             self._logprobs.append(new.logprob)
         self.has_stop_id = new.is_stop_id
@@ -167,9 +168,7 @@ class Outlet:
             if not request.stream or self.ticket is not None:
                 self.kept_logprobs = (self.kept_logprobs or []) + logprobs
         if request.stream:
-            return [
-                Tokens(rid=request.rid, index=first, ids=ids, text=text, t_ns=times, logprobs=logprobs)
-            ]
+            return [Tokens(rid=request.rid, index=first, ids=ids, text=text, t_ns=times, logprobs=logprobs)]
         self._parts.append(text)
         return []
 
@@ -217,6 +216,7 @@ class Delivery:
         self._clock = clock_ns
         self._queue: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_stopped = False
         self._lag_told = False
 
     def start(self) -> None:
@@ -225,16 +225,19 @@ class Delivery:
         self._thread.start()
 
     def stop(self) -> None:
-        """Deliver what was put until now and end the thread. What comes later waits for `drain`."""
+        """Deliver what was put until now and end the thread. What comes later is delivered by who puts it."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
             thread.join()
+        self._is_stopped = True
         self.drain()
 
     def put(self, batch: Batch) -> None:
         """Queue a batch; any thread. Returns at once."""
         self._queue.put(batch)
+        if self._is_stopped:  # looked at after queueing: what `stop` did not see is not left behind
+            self.drain()
 
     def flush(self) -> None:
         """See to it that what was put is delivered: by the thread if there is one, else here and now."""
@@ -243,20 +246,18 @@ class Delivery:
 
     def drain(self) -> None:
         """Deliver what waits. Not while the thread runs."""
-        batches = self._waiting()
+        batches, _ = self._waiting()
         if batches:
             self._deliver(batches)
 
     def _run(self) -> None:
-        while (first := self._queue.get()) is not None:
-            batches = [first]
-            over = False
-            while not self._queue.empty():
-                batch = self._queue.get()
-                if batch is None:
-                    over = True
-                    break
-                batches.append(batch)
+        is_last = False
+        while not is_last:
+            first = self._queue.get()
+            if first is None:
+                return
+            more, is_last = self._waiting()
+            batches = [first, *more]
             if len(batches) > LAG_STEPS and not self._lag_told:
                 self._lag_told = True
                 log.warning("text lags the engine by %d steps; answers come later than tokens", len(batches))
@@ -264,16 +265,18 @@ class Delivery:
                 self._deliver(batches)
             except Exception:
                 log.exception("the delivery thread met an error and goes on")
-            if over:
-                return
 
-    def _waiting(self) -> list[Batch]:
+    def _waiting(self) -> tuple[list[Batch], bool]:
+        """What is queued, up to the mark that `stop` leaves, and whether that was met."""
         batches: list[Batch] = []
-        while not self._queue.empty():
-            batch = self._queue.get()
-            if batch is not None:
-                batches.append(batch)
-        return batches
+        while True:
+            try:
+                batch = self._queue.get_nowait()
+            except queue.Empty:
+                return batches, False
+            if batch is None:
+                return batches, True
+            batches.append(batch)
 
     def _deliver(self, batches: Iterable[Batch]) -> None:
         events: list[Event] = []
@@ -288,7 +291,7 @@ class Delivery:
                     seen.setdefault(outlet, 0)
                     continue
                 seen[outlet] = seen.get(outlet, 0) + 1
-                outlet.add(new, batch.t_ns, batch.rev)
+                outlet.add(new, batch.rev)
                 if not together:
                     self._release(outlet, events)
         for outlet in seen:
@@ -297,7 +300,8 @@ class Delivery:
         for outlet in seen:
             if outlet.ended:
                 self._end(outlet, events)
-            elif outlet.is_over:
+            elif outlet.is_over and not outlet.told:
+                outlet.told = True
                 self._on_stop(outlet.request.rid)
         if events:
             self._sink(events)

@@ -70,10 +70,22 @@ class Tokenizer:
 
         Raises `TextError` for text that is no valid Unicode and for ids the model has no embedding for.
         """
+        return self.encode_batch([(text, add_special)])[0]
+
+    def encode_batch(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
+        """Ids of several texts, each with its ``add_special``; on several cores if there are several texts.
+
+        Raises `TextError` as `encode` does if one of them cannot be encoded. Other Python threads run
+        meanwhile: the library's call for a single text would hold them up, for a tenth of a second where a
+        prompt has 30,000 tokens, and the one for many does not.
+        """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            encoded = self._backend.encode_batch_fast([text for text, _ in texts], add_special_tokens=False)
         except (TypeError, UnicodeEncodeError) as error:
             raise TextError(f"the text is not valid Unicode: {error}") from error
+        return [self._checked(each.ids, special) for each, (_, special) in zip(encoded, texts, strict=True)]
+
+    def _checked(self, ids: list[int], add_special: bool) -> list[int]:
         if add_special and self.add_bos and ids[:1] != [self.bos_token_id]:
             ids = [self.bos_token_id, *ids]  # type: ignore[list-item]  # add_bos implies an id
         if self._may_exceed and ids and max(ids) >= self.rows:
@@ -149,19 +161,22 @@ class Detokenizer:
         return self._scan(text) if self._stop else text
 
     def feed(self, ids: Sequence[int]) -> tuple[str, int]:
-        """Add ids up to the one that completes a stop string. Returns the text released and how many that were."""
-        pending, held = self._pending, self._held
+        """Add ids up to the one that completes a stop string. Returns their text and how many they were."""
+        before = self._pending, self._held
         text = self.push(ids)
         if self.matched is None or len(ids) == 1:
             return text, len(ids)
-        # Which id it was is found by going back: stop strings are met once a request, texts in every step.
-        self._pending, self._held, self.matched = pending, held, None
+        # Which id it was is found by going back: a stop string is met once in an answer.
+        self._go_back(*before)
         parts: list[str] = []
         for token in ids:
             parts.append(self.push((token,)))
             if self.matched is not None:
                 break
         return "".join(parts), len(parts)
+
+    def _go_back(self, pending: bytes, held: str) -> None:
+        self._pending, self._held, self.matched = pending, held, None
 
     def flush(self) -> str:
         """End the text: everything held is released, an unfinished character as one U+FFFD."""
