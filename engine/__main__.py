@@ -129,7 +129,9 @@ def _set_environment(config: EngineConfig) -> None:
     for name, value in {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        "TOKENIZERS_PARALLELISM": "false",
+        # Prompts that are tokenized together are, one alone never is; and no process is forked from this one.
+        "TOKENIZERS_PARALLELISM": "true",
+        "RAYON_NUM_THREADS": threads,
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # card numbers as NVML counts them

@@ -1,6 +1,6 @@
 """The way into the I/O thread: a bounded queue that never blocks its writers, and a wake-up.
 
-The step thread, the text thread, the loader and logging put items here. When the I/O thread falls behind,
+The step, delivery and text threads, the loader and logging put items here. When the I/O thread falls behind,
 telemetry is dropped and counted; what somebody waits for (tokens, ends, replies, how a change of the
 configuration ended) is never dropped.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ class Inbox:
         self._writer.setblocking(False)
         self._signalled = False
         self.dropped: Counter[str] = Counter()
+        self._counting = threading.Lock()
 
     @property
     def fd(self) -> int:
@@ -50,10 +52,11 @@ class Inbox:
         return self._writer.fileno()
 
     def events(self, events: list[Event]) -> None:
-        """Queue one step's events; called on the step thread, returns at once."""
+        """Queue events of the step thread or of the delivery thread; returns at once."""
         if len(self._items) >= MAX_BATCHES:
             kept: list[Event] = [event for event in events if _must_arrive(event)]
-            self.dropped["telemetry"] += len(events) - len(kept)
+            with self._counting:
+                self.dropped["telemetry"] += len(events) - len(kept)
             events = kept
         self._items.append(events)
         self.wake()

@@ -25,6 +25,8 @@ PROBE_BUSY_S = 1.0
 PROBE_IDLE_S = 5.0
 MAX_QUEUED_TOKENS = 1 << 20
 MAX_QUEUED_MESSAGES = 20_000
+MAX_MERGED_TOKENS = 16_384  # tokens and characters that are merged into one message, so that
+MAX_MERGED_CHARS = 1 << 18  # it stays far below what a client takes, whatever comes with each token
 MAX_QUEUED_BYTES = 64 << 20  # of whole replies: a snapshot can have a megabyte, and be asked for many times
 
 
@@ -57,10 +59,19 @@ class _Waiting:
     text: list[str]
     t_ns: list[int]
     logprobs: list[m.TokenLogprob] | None
+    chars: int
+
+    def takes(self, tokens: m.Tokens) -> bool:
+        """Whether there is room for these."""
+        return (
+            len(self.ids) + len(tokens.ids) <= MAX_MERGED_TOKENS
+            and self.chars + len(tokens.text) <= MAX_MERGED_CHARS
+        )
 
     def add(self, tokens: m.Tokens) -> None:
         self.ids += tokens.ids
         self.text.append(tokens.text)
+        self.chars += len(tokens.text)
         self.t_ns += tokens.t_ns
         if self.logprobs is not None and tokens.logprobs is not None:
             self.logprobs += tokens.logprobs
@@ -87,6 +98,7 @@ class Job:
     prompt_tokens: int = 0
     accepted: bool = False
     cancelled: bool = False
+    send_ns: int = 0  # spent on encoding and sending its messages
 
 
 class Peer:
@@ -186,6 +198,10 @@ class Peer:
         if isinstance(message, m.Tokens):
             self._queued_tokens += len(message.ids)
             waiting = self._queue.get(("tokens", message.rid))
+            if isinstance(waiting, _Waiting) and not waiting.takes(message):
+                self._serial += 1  # it is full: its place is before that of the next
+                self._queue["full", self._serial] = self._queue.pop(("tokens", message.rid))
+                waiting = None
             if isinstance(waiting, _Waiting):
                 waiting.add(message)
             else:
@@ -197,6 +213,7 @@ class Peer:
                     [message.text],
                     list(message.t_ns),
                     logprobs,
+                    len(message.text),
                 )
         else:
             self._serial += 1
@@ -213,9 +230,9 @@ class Peer:
         """Throw away the tokens of live requests, those that wait and those to come."""
         self.overrun = True
         self.muted.update(self.live)
-        for rid in self.muted:
-            waiting = self._queue.pop(("tokens", rid), None)
-            if isinstance(waiting, _Waiting):
+        for key, waiting in list(self._queue.items()):
+            if isinstance(waiting, _Waiting) and waiting.rid in self.muted:
+                del self._queue[key]
                 self._queued_tokens -= len(waiting.ids)
         if self._asks_without_reading:  # not even its answers can be kept for it
             self._drop()

@@ -19,6 +19,7 @@ import zmq
 from engine.commands import Commands
 from engine.inbox import Inbox
 from engine.lifetime import ExitCode, Lifetime
+from engine.metrics import Meters
 from engine.monitor import GpuMonitor, ProcessSampler
 from engine.peers import Job, Peer, PeerTable, fitting
 from engine.publisher import Publisher
@@ -70,6 +71,7 @@ class EngineServer:
         self.core: EngineCore | None = None
         self.knobs: KnobStore | None = None
         self.tokenizer: Tokenizer | None = None
+        self.meters = Meters()
         self.peers = PeerTable()
         self.jobs: dict[int, Job] = {}  # live requests by rid
         self.bad_frames = 0
@@ -141,11 +143,12 @@ class EngineServer:
 
     def attach(self, core: EngineCore, knobs: KnobStore, tokenizer: Tokenizer) -> None:
         """The model is loaded: requests are taken from now on."""
-        self.knobs, self.tokenizer, self.core = knobs, tokenizer, core
+        self.knobs, self.tokenizer, self.meters = knobs, tokenizer, core.text_meters
+        self.core = core
         self.inbox.call(self._publish_state)
 
     def sink(self, events: list[Event]) -> None:
-        """Takes one step's events, on the step thread."""
+        """Takes events on the step thread and on the delivery thread."""
         self.inbox.events(events)
 
     # --- I/O thread ------------------------------------------------------------------------------
@@ -228,7 +231,8 @@ class EngineServer:
             case m.StepRow():
                 self.publisher.step(event, now_s)
             case m.RequestRow():
-                self.publisher.request(event, now_s)
+                if event.state != "finished" or event.rid not in self.jobs:
+                    self.publisher.request(event, now_s)  # else with its end, which is the next event
             case m.EngineState():
                 self._publish_state()
             case m.ApplyEvent():
@@ -239,17 +243,36 @@ class EngineServer:
                 self.publisher.block_view(event)
 
     def _route(self, item: m.Tokens | m.Done, now_s: float) -> None:
+        """Send an item to its client, and with an end publish its row."""
         job = self.jobs.get(item.rid)
         if job is None:
             return
         if not job.accepted:
             self.accept(job)
+        began = time.monotonic_ns()
         if isinstance(item, m.Done):
-            item = fitting(item)
+            item = self._with_send_time(item, job, began)
         job.peer.send(self._ctl, item, now_s)
+        took_ns = time.monotonic_ns() - began
+        job.send_ns += took_ns
+        self.meters.send_ns += took_ns
         if isinstance(item, m.Done):
             del self.jobs[item.rid]
             job.peer.live.pop(item.rid, None)
+            self.publisher.request(item.row, now_s)
+
+    def _with_send_time(self, done: m.Done, job: Job, began_ns: int) -> m.Done:
+        """An end whose row says what was spent on sending, all that can be known before it is sent itself.
+
+        An answer that is sent whole is encoded once more than needed, for that is nearly all of it.
+        """
+        send_ns = job.send_ns
+        if done.ids is not None:
+            codec.encode(done)
+            send_ns += time.monotonic_ns() - began_ns
+        return fitting(
+            msgspec.structs.replace(done, row=msgspec.structs.replace(done.row, send_us=send_ns // 1000))
+        )
 
     def _take_commands(self) -> None:
         for _ in range(_BURST):
@@ -262,7 +285,9 @@ class EngineServer:
     def _tick(self, now_s: float) -> None:
         for peer in self.peers.values():
             if peer.blocked:
+                began = time.monotonic_ns()
                 peer.flush(self._ctl, now_s)
+                self.meters.send_ns += time.monotonic_ns() - began
         self.publisher.tick(now_s)
         if self._due("hb", HEARTBEAT_S, now_s):
             self.publisher.heartbeat(self._heartbeat())
@@ -396,7 +421,6 @@ class EngineServer:
             self._route(
                 m.Done(rid=rid, finish="error", row=row, code="internal", message=message), time.monotonic()
             )
-            self.publisher.request(row, time.monotonic())
         self._publish_state()
 
     def run_on_io(self, function: Callable[..., None], *args: object) -> None:
