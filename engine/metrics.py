@@ -87,11 +87,12 @@ class MeterReader:
 
 @dataclass(slots=True)
 class StepClock:
-    """Instants of one step in nanoseconds, in the order in which they are passed, and two durations.
+    """Instants of one step in nanoseconds, in the order in which they are passed, and three durations.
 
     ``staged``: planned and prepared. ``computed``: its forward pass and sampling are done. ``end``: its
     tokens were taken. ``prepare`` is all that preparing took, ``hidden`` the part of its planning and
-    preparing, and of publishing the step before, that was done while a forward pass ran.
+    preparing, and of publishing the step before, that was done while a forward pass ran. ``beyond`` is for
+    how long the next step was still being staged when this one was computed: that is the next one's time.
     """
 
     begin: int = 0
@@ -102,6 +103,7 @@ class StepClock:
     end: int = 0
     prepare: int = 0
     hidden: int = 0
+    beyond: int = 0
 
 
 def hidden_ns(begin_ns: int, end_ns: int, computed_ns: int) -> int:
@@ -123,14 +125,17 @@ def step_row(
     attention: str,
     cfg_rev: int,
 ) -> StepRow:
-    """One step's row, taken after its tokens were accepted. ``before_ns``: when the step before ended."""
+    """One step's row, taken after its tokens were accepted.
+
+    ``before_ns``: when the step before ended, less what it left of its time to this one.
+    """
     pool = scheduler.pool
     tokenize_us, detokenize_us, send_us = text_us
     return StepRow(
         v=2,
         step=step,
         t_ns=clock.begin,
-        dur_us=(clock.end - max(clock.begin, before_ns)) // 1000,
+        dur_us=(clock.end - clock.beyond - max(clock.begin, before_ns)) // 1000,
         tokenize_us=tokenize_us,
         plan_us=(clock.planned - clock.begin) // 1000,
         prepare_us=clock.prepare // 1000,

@@ -41,6 +41,7 @@ class Step:
     prepared: Prepared | None = None
     error: Exception | None = None
     number: int = 0
+    has_copies: bool = False
     outcome: Outcome | None = None  # of a step that was computed on the step thread
     freed_slots: list[int] = field(default_factory=list)
 
@@ -77,7 +78,8 @@ class Pipeline:
         self._worker = ForwardWorker(clock_ns)
         self._flight: Step | None = None
         self._unlaunched = StepPlan()  # what plans that were not launched did all the same
-        self._ended_ns = 0
+        self._ended_ns = 0  # of the last step that landed
+        self._beyond_ns = 0
         self._computed_ns = 0
 
     @property
@@ -148,6 +150,7 @@ class Pipeline:
             self._flight = step
             return
         copies = self._scheduler.take_copies()
+        step.has_copies = bool(copies)
         self._scheduler.advance(plan)
         for row in plan.scheduled:
             request = row.request
@@ -173,7 +176,10 @@ class Pipeline:
         """
         step = self._flight
         assert step is not None
+        waited_from = self._clock_ns()
         outcome = step.outcome or self._worker.outcome()
+        if step.outcome is None:  # what staging took beyond this step belongs to the staged one
+            step.clock.beyond = max(0, waited_from - outcome.ended_ns)
         self._flight = None
         for slot in step.freed_slots:
             self._runner.release(slot)
@@ -244,12 +250,12 @@ class Pipeline:
                 text_us=self._meters.take(),
                 recompute_ns=recompute_ns,
                 publish_ns=end - begin,
-                before_ns=self._ended_ns,
+                before_ns=self._ended_ns - self._beyond_ns,
                 attention=self._runner.attention_name,
                 cfg_rev=self._answers.cfg_rev,
             )
         )
-        self._ended_ns = clock.end
+        self._ended_ns, self._beyond_ns = clock.end, clock.beyond
 
     def _fail(self, step: Step, error: BaseException | None) -> Landing:
         if error is None or isinstance(error, torch.AcceleratorError) or not isinstance(error, STEP_ERRORS):
@@ -273,7 +279,7 @@ class Pipeline:
             self._scheduler.distrust(row.request)
         for row in plan.scheduled:
             self._answers.finish(row.request, "error", now, code=code, message=why)
-        return "doubtful"
+        return "copies lost" if step.has_copies else "doubtful"  # nobody knows how far it came
 
     def _preempt_admitted(self, plan: StepPlan) -> None:
         now = self._clock_ns()

@@ -33,6 +33,8 @@ def test_a_step_lasts_from_its_begin_or_from_the_end_of_the_one_before() -> None
     clock = StepClock(begin=1_000_000, planned=1_100_000, end=3_000_000, prepare=70_000, hidden=60_500)
     alone, after = row(clock), row(clock, before_ns=1_500_000)
     assert (alone.dur_us, after.dur_us) == (2000, 1500)
+    clock.beyond = 400_000  # the next step's, which gets what this one leaves
+    assert row(clock, before_ns=1_500_000).dur_us == 1100
     assert (alone.t_ns, alone.plan_us, alone.prepare_us, alone.overlap_us) == (1_000_000, 100, 70, 60)
     assert (alone.tokenize_us, alone.detokenize_us, alone.send_us) == (1, 2, 3)
     assert (alone.recompute_us, alone.publish_us, alone.cfg_rev) == (4, 5, 7)
