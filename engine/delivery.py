@@ -265,6 +265,7 @@ class Delivery:
                 self._deliver(batches)
             except Exception:
                 log.exception("the delivery thread met an error and goes on")
+            del first, more, batches  # not to be kept while nothing comes
 
     def _waiting(self) -> tuple[list[Batch], bool]:
         """What is queued, up to the mark that `stop` leaves, and whether that was met."""
