@@ -1,0 +1,116 @@
+"""Ten thousand short requests with cancels, flips and preemptions: nothing is lost, kept or starved."""
+
+from __future__ import annotations
+
+import threading
+import time
+import tracemalloc
+
+from engine.knobs import BY_ID
+from tests.engine.core_harness import load, tiny_folder
+from tests.engine.soaking import FLIPS, Soak
+
+REQUESTS = 10_000
+WITH_THREADS = 1500
+POOL_TOKENS = 256
+MAX_OPEN = 80
+MAX_GROWTH_BYTES = 5 << 20
+
+
+def soak(seed: int, *, real_time: bool = False) -> Soak:
+    loaded = load(tiny_folder("llama", num_hidden_layers=1))
+    return Soak(loaded, seed, pool_tokens=POOL_TOKENS, real_time=real_time)
+
+
+def some(load: Soak, requests: int) -> None:
+    """Submit some requests, up to ``requests`` in all, and perhaps cancel and flip."""
+    pick = load.random
+    if load.counts["submitted"] < requests and load.num_open < MAX_OPEN and pick.random() < 0.5:
+        for _ in range(min(pick.choice((1, 2, 4, 8, 24)), requests - load.counts["submitted"])):
+            load.submit()
+    if pick.random() < 0.05:
+        load.cancel()
+    if pick.random() < 0.1:
+        load.flip()
+
+
+def run_until(load: Soak, requests: int) -> None:
+    """Step until so many requests were submitted in all, and have ended."""
+    idle = 0
+    while load.counts["submitted"] < requests or load.num_open:
+        some(load, requests)
+        if load.random.random() < 0.1:
+            load.preempt()
+        load.tick()
+        idle = 0 if load.core.step() else idle + 1
+        assert idle < 1000, f"{load.num_open} requests are open and nothing is done"
+        assert not load.faults, load.faults[:5]
+
+
+def test_ten_thousand_requests() -> None:
+    """A08, B05, B07, C01: the ledger holds after every step, each request ends once with its whole text, none
+    is overtaken without bound, and what the second half leaves in memory is nothing."""
+    load = soak(1)
+    before = set(threading.enumerate())
+    run_until(load, REQUESTS // 2 - 500)
+    tracemalloc.start()
+    try:
+        run_until(load, REQUESTS // 2)
+        assert load.at_rest() == []
+        middle = tracemalloc.get_traced_memory()[0]
+        run_until(load, REQUESTS)
+        assert load.at_rest() == []
+        grown = tracemalloc.get_traced_memory()[0] - middle
+    finally:
+        tracemalloc.stop()
+    assert grown < MAX_GROWTH_BYTES, f"{grown} bytes more than after half of the requests"
+    _much_happened(load)
+    load.set("overlap", False)
+    load.core.step()
+    assert set(threading.enumerate()) == before
+
+
+def _much_happened(load: Soak) -> None:
+    """Each thing that the soak is about took place, so that it can have been seen to go well."""
+    counts = load.counts
+    assert counts["ended"] == counts["submitted"] == REQUESTS
+    assert counts["applied, ok"] == counts["flips"]
+    for knob, values in FLIPS.items():
+        if not BY_ID[knob].reason:
+            assert all(counts[f"{knob}={value}"] for value in values), f"{knob} was not given every value"
+    for what in ("ended, stop", "ended, length", "ended, cancelled", "refused", "hit tokens"):
+        assert counts[what] > 20, f"{what}: {counts[what]}"
+    for what in ("host hit tokens", "overlap us", "result cached"):
+        assert counts[what], f"{what}: none"
+    for reason, mode in (("blocks", "recompute"), ("blocks", "swap"), ("priority", "recompute"),
+                         ("priority", "swap"), ("rebuild", "recompute")):  # fmt: skip
+        assert counts[f"preempted for {reason}, {mode}"], f"none was preempted for {reason} by {mode}"
+
+
+def test_with_the_engines_own_threads() -> None:
+    """B07, B10: the same while steps, forward passes and text have threads of their own; all end with it."""
+    load = soak(2, real_time=True)
+    before = set(threading.enumerate())
+    stop = threading.Event()
+    thread = threading.Thread(target=load.core.run, args=(stop,), name="step")
+    thread.start()
+    try:
+        deadline = time.monotonic() + 200
+        while load.counts["submitted"] < WITH_THREADS or load.num_open:
+            some(load, WITH_THREADS)
+            time.sleep(0.001)
+            assert thread.is_alive()
+            assert not load.faults, load.faults[:5]
+            assert time.monotonic() < deadline, f"{load.num_open} requests do not end: {load.counts}"
+        assert load.at_rest() == []
+        for _ in range(20):
+            load.submit()
+    finally:
+        stop.set()
+        load.core.wake()
+        thread.join()
+    assert load.num_open == 0, "the engine stopped without ending every request"
+    assert load.faults == []
+    assert load.counts["ended"] == load.counts["submitted"] >= WITH_THREADS
+    assert load.counts["ended, cancelled"]
+    assert set(threading.enumerate()) == before
