@@ -123,19 +123,18 @@ class Scheduler:
         block_size: int,
         now_ns: int,
         *,
-        identity: str | None = None,
-        window: int | None = None,
+        identity: str,
+        window: int | None,
     ) -> list[Preemption]:
         """Start over with another, empty pool; running requests go back to the queue.
 
-        What lies in host memory and the queued copies are dropped too. ``identity`` None keeps the old one.
+        What lies in host memory and the queued copies are dropped too.
         """
         preempted = [self.preempt(request, now_ns, "rebuild") for request in list(self.running)]
         for request in self.waiting:
             request.block_keys = []
             request.lost_tokens += self.kv.forget_swapped(request)
-        self._identity = identity or self._identity
-        self._window = window
+        self._identity, self._window = identity, window
         self._new_pool(num_blocks, block_size, self.kv.host.arena.num_blocks, self.kv.swap_space.num_blocks)
         return preempted
 
@@ -153,7 +152,13 @@ class Scheduler:
             resize_swap and kv.copies.restores_from("swap")
         ):
             pool = self.pool
-            preempted = self.rebuild(pool.num_blocks, pool.block_size, self._now_ns, window=self._window)
+            preempted = self.rebuild(
+                pool.num_blocks,
+                pool.block_size,
+                self._now_ns,
+                identity=self._identity,
+                window=self._window,
+            )
             kv = self.kv
         if resize_prefix:
             kv.resize_prefix(num_prefix_blocks)
