@@ -149,29 +149,50 @@ _BATCHING = (
         maximum=1 << 20,
         help="Most requests that may wait. Further ones are refused at once and told to come back.",
     ),
-    _later(
-        "batch_wait_ms",
-        "batching",
-        "Batch wait",
-        "Time a static batch waits for more members before it starts.",
-        "float",
-        0.0,
+    Knob(
+        id="batch_wait_ms",
+        group="batching",
+        title="Batch wait",
+        type="float",
+        default=0.0,
         unit="ms",
         minimum=0.0,
-        maximum=10_000.0,
+        maximum=10000.0,
         requires={"batching": "static"},
+        help="Time a static batch waits for more members before it starts, counted from the arrival of its "
+        "oldest one. It starts at once when the seats are full.",
     ),
-    _later(
-        "preemption",
-        "batching",
-        "Preemption",
-        "A preempted request is recomputed, or its blocks are swapped to host memory and back.",
-        "choice",
-        "recompute",
+    Knob(
+        id="preemption",
+        group="batching",
+        title="Preemption",
+        type="choice",
+        default="recompute",
         choices=("recompute", "swap"),
+        help="What becomes of a request that loses its KV blocks to another one: its tokens are computed "
+        "again, or its blocks are copied to host memory (swap space) and back. What finds no room "
+        "there is computed again.",
     ),
-    _later(
-        "overlap", "batching", "Overlap", "Plans the next step while the current one runs.", "bool", False
+    Knob(
+        id="swap_space_gib",
+        group="batching",
+        title="Swap space",
+        type="float",
+        default=1.0,
+        unit="GiB",
+        minimum=0.001,
+        maximum=1024.0,
+        requires={"preemption": "swap"},
+        help="Host memory for the blocks of preempted requests. It is taken when preemption is by swap.",
+    ),
+    Knob(
+        id="overlap",
+        group="batching",
+        title="Overlap",
+        type="bool",
+        default=False,
+        help="The next step is planned and prepared, and the answers of the last one are sent, while the "
+        "current step computes.",
     ),
 )
 
@@ -222,41 +243,45 @@ _KV = (
         apply="rebuild_kv",
         help="Memory for keys and values; 0 takes the size chosen at start. A small pool forces preemption.",
     ),
-    _later(
-        "kv_dtype",
-        "kv memory",
-        "KV precision",
-        "Precision in which keys and values are kept.",
-        "choice",
-        "model",
-        "rebuild_kv",
-        lossy=True,
+    Knob(
+        id="kv_dtype",
+        group="kv memory",
+        title="KV precision",
+        type="choice",
+        default="model",
         choices=("model", "fp8_e4m3", "int8"),
+        apply="rebuild_kv",
+        lossy=True,
+        help="Precision in which keys and values are kept. Eight bits hold two to four times the tokens in "
+        "the same memory. The scales, one for each layer and head, are measured on a text when this "
+        "is switched on.",
     ),
-    _later(
-        "kv_host_gib",
-        "kv memory",
-        "Host KV memory",
-        "Evicted prefix blocks are kept in host memory and hit from there.",
-        "float",
-        0.0,
-        "rebuild_kv",
+    Knob(
+        id="kv_host_gib",
+        group="kv memory",
+        title="Host KV memory",
+        type="float",
+        default=0.0,
         unit="GiB",
         minimum=0.0,
         maximum=4096.0,
         requires={"prefix_cache": "true"},
+        help="Host memory for prefix blocks that the pool evicts; a later request that begins alike has "
+        "them copied back instead of computed. 0 keeps none.",
     ),
-    _later(
-        "sliding_window",
-        "kv memory",
-        "Sliding window",
-        "Each token attends to this many last tokens only; 0 is the model's own rule.",
-        "int",
-        0,
-        lossy=True,
+    Knob(
+        id="sliding_window",
+        group="kv memory",
+        title="Sliding window",
+        type="int",
+        default=0,
         unit="tokens",
         minimum=0,
         maximum=1 << 20,
+        apply="rebuild_kv",
+        lossy=True,
+        help="Each token attends to this many last tokens only, in every layer whose own window is not "
+        "smaller; 0 leaves the model as it is. Blocks that no layer sees any more are given back.",
     ),
 )
 
@@ -339,33 +364,56 @@ _SPECULATION = (
 )
 
 _TEXT = (
-    _later(
-        "batched_tokenize",
-        "text",
-        "Batched tokenization",
-        "Waiting prompts are tokenized together.",
-        "bool",
-        False,
+    Knob(
+        id="batched_tokenize",
+        group="text",
+        title="Batched tokenization",
+        type="bool",
+        default=False,
+        help="Prompts that wait are turned into tokens together, on several cores, instead of one after "
+        "the other.",
     ),
-    _later(
-        "batched_detokenize",
-        "text",
-        "Batched detokenization",
-        "New tokens of a step are turned into text together, off the step thread.",
-        "bool",
-        False,
+    Knob(
+        id="batched_detokenize",
+        group="text",
+        title="Batched detokenization",
+        type="bool",
+        default=False,
+        help="All new tokens of a request that wait for their text are turned into text and sent together, "
+        "instead of one by one.",
     ),
-    _later(
-        "result_cache",
-        "text",
-        "Result cache",
-        "The answer of a deterministic request is kept and given again.",
-        "bool",
-        False,
+    Knob(
+        id="result_cache",
+        group="text",
+        title="Result cache",
+        type="bool",
+        default=False,
+        help="The answer of a deterministic request (temperature 0, or with a seed) is kept and given "
+        "again to an equal one. Turned off, all kept answers are dropped.",
     ),
 )
 
-KNOBS: tuple[Knob, ...] = (*_BATCHING, *_KV, *_WEIGHTS, *_KERNELS, *_SPECULATION, *_TEXT)
+_MEASURING = (
+    Knob(
+        id="forward_timing",
+        group="measuring",
+        title="Split the forward pass",
+        type="bool",
+        default=False,
+        help="The time of attention, linear layers and output head is taken apart in each step. Nothing "
+        "that is computed changes.",
+    ),
+)
+
+KNOBS: tuple[Knob, ...] = (
+    *_BATCHING,
+    *_KV,
+    *_WEIGHTS,
+    *_KERNELS,
+    *_SPECULATION,
+    *_TEXT,
+    *_MEASURING,
+)
 BY_ID: Mapping[str, Knob] = {knob.id: knob for knob in KNOBS}
 
 

@@ -17,7 +17,8 @@ from ipc.messages import KnobInfo
 LIVE = {
     "batching", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefill_chunk_tokens", "policy",
     "priority_ageing_s", "max_num_queued", "prefix_cache", "block_size", "kv_allocation", "kv_pool_gib",
-    "attention",
+    "attention", "batch_wait_ms", "preemption", "swap_space_gib", "overlap", "kv_dtype", "kv_host_gib",
+    "sliding_window", "batched_tokenize", "batched_detokenize", "result_cache", "forward_timing",
 }  # fmt: skip
 
 
