@@ -271,10 +271,18 @@ class PeerTable(dict[bytes, Peer]):
                 del self[peer.identity]
 
 
-def fitting(done: m.Done) -> m.Done:
-    """The end of a request with its message made fit to be sent: errors of libraries can be very long."""
+def ready(done: m.Done, job: Job) -> m.Done:
+    """The end of a request, ready to be sent.
+
+    Its row says what sending its messages has taken, as far as that can be known before it is sent itself: an
+    answer that is sent whole is encoded once more than needed, for that is nearly all of it. Its message is
+    made fit to be sent: errors of libraries can be very long.
+    """
+    send_ns = job.send_ns
+    if done.ids is not None:
+        began = time.monotonic_ns()
+        codec.encode(done)
+        send_ns += time.monotonic_ns() - began
     message = codec.clip(done.message)
-    if message == done.message:
-        return done
-    row = msgspec.structs.replace(done.row, message=message)
+    row = msgspec.structs.replace(done.row, message=message, send_us=send_ns // 1000)
     return msgspec.structs.replace(done, message=message, row=row)

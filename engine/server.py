@@ -21,7 +21,7 @@ from engine.inbox import Inbox
 from engine.lifetime import ExitCode, Lifetime
 from engine.metrics import Meters
 from engine.monitor import GpuMonitor, ProcessSampler
-from engine.peers import Job, Peer, PeerTable, fitting
+from engine.peers import Job, Peer, PeerTable, ready
 from engine.publisher import Publisher
 from ipc import codec
 from ipc import messages as m
@@ -251,7 +251,7 @@ class EngineServer:
             self.accept(job)
         began = time.monotonic_ns()
         if isinstance(item, m.Done):
-            item = self._with_send_time(item, job, began)
+            item = ready(item, job)
         job.peer.send(self._ctl, item, now_s)
         took_ns = time.monotonic_ns() - began
         job.send_ns += took_ns
@@ -260,19 +260,6 @@ class EngineServer:
             del self.jobs[item.rid]
             job.peer.live.pop(item.rid, None)
             self.publisher.request(item.row, now_s)
-
-    def _with_send_time(self, done: m.Done, job: Job, began_ns: int) -> m.Done:
-        """An end whose row says what was spent on sending, all that can be known before it is sent itself.
-
-        An answer that is sent whole is encoded once more than needed, for that is nearly all of it.
-        """
-        send_ns = job.send_ns
-        if done.ids is not None:
-            codec.encode(done)
-            send_ns += time.monotonic_ns() - began_ns
-        return fitting(
-            msgspec.structs.replace(done, row=msgspec.structs.replace(done.row, send_us=send_ns // 1000))
-        )
 
     def _take_commands(self) -> None:
         for _ in range(_BURST):

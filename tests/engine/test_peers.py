@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from engine.peers import Job, Peer, TokenBucket, fitting
+from engine.peers import Job, Peer, TokenBucket, ready
 from ipc import codec
 from ipc import messages as m
 from tests.ipc.samples import request_row
@@ -154,6 +154,64 @@ def test_a_long_error_is_cut_so_that_the_end_arrives() -> None:
     done = m.Done(
         rid=1, finish="error", row=request_row(1, message="x" * 9000), code="oom", message="x" * 9000
     )
-    sent = codec.decode_reply([codec.encode(fitting(done))])
+    job = Job(Peer(b"me", "x", 0.0), m.Submit(id=1, prompt="x"), 0, rid=1, send_ns=7_999)
+    sent = codec.decode_reply([codec.encode(ready(done, job))])
     assert isinstance(sent, m.Done)
     assert len(sent.message) == len(sent.row.message) == 4096
+    assert sent.row.send_us == 7
+
+
+def test_tokens_that_wait_are_never_merged_into_more_than_can_be_read(pair: Pair) -> None:
+    """A36: megabytes of text, and log-probabilities with each token, for a client that reads late."""
+    router, dealer = pair
+    peer = Peer(b"me", "late", 0.0)
+    top = [m.TopLogprob(token=n, logprob=-1.0 * n) for n in range(20)]
+    count = {1: 0, 2: 0}
+
+    def send(rid: int, text: str, ids: int, logprobs: list[m.TokenLogprob] | None = None) -> None:
+        tokens = m.Tokens(
+            rid=rid, index=count[rid], ids=[7] * ids, text=text, t_ns=[1] * ids, logprobs=logprobs
+        )
+        count[rid] += ids
+        peer.send(router, tokens, 1.0)
+
+    for _ in range(40):
+        send(1, "x" * 100_000, 1)
+        send(2, "y", 2000, [m.TokenLogprob(token=7, logprob=-0.5, top=top)] * 2000)
+    for rid in (1, 2):
+        peer.send(router, m.Done(rid=rid, finish="length", row=request_row(rid)), 1.0)
+    assert peer._queued_tokens > 0
+    got: dict[int, int] = {1: 0, 2: 0}
+    text: dict[int, int] = {1: 0, 2: 0}
+    ended: list[int] = []
+    while len(ended) < 2:
+        while not dealer.poll(10):
+            peer.flush(router, 2.0)
+        item = codec.decode_reply(dealer.recv_multipart())
+        assert isinstance(item, m.Tokens | m.Done)
+        if isinstance(item, m.Done):
+            ended.append(item.rid)
+            continue
+        assert item.rid not in ended
+        assert item.index == got[item.rid]
+        got[item.rid] += len(item.ids)
+        text[item.rid] += len(item.text)
+        assert item.logprobs is None or len(item.logprobs) == len(item.ids)
+    assert got == count
+    assert text == {1: 4_000_000, 2: 40}
+    assert peer._queued_tokens == 0
+
+
+def test_what_was_split_is_thrown_away_whole(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.peers.MAX_MERGED_TOKENS", 10)
+    monkeypatch.setattr("engine.peers.MAX_QUEUED_TOKENS", 100)
+    router, _ = pair
+    peer = Peer(b"me", "dead", 0.0)
+    peer.live[1] = Job(peer, m.Submit(id=1, prompt="x"), 0, rid=1)
+    sent = 0
+    while not peer.overrun:
+        peer.send(router, _tokens(1, sent), 1.0)
+        sent += 1
+        assert sent < 1000
+    assert not peer.blocked
+    assert peer._queued_tokens == 0

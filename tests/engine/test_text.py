@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -300,3 +303,85 @@ def test_the_byte_tokenizer_spells_any_text() -> None:
     assert len(tokenizer.encode("é🙂", add_special=False)) == 6
     assert tokenizer.known_ids == frozenset(range(300))
     assert tokenizer.eos_token_ids == {256}
+
+
+# --- several at once -----------------------------------------------------------------------------------
+
+
+@given(texts=st.lists(st.tuples(st.text(max_size=30), st.booleans()), max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_texts_encoded_together_give_the_ids_of_each_alone(
+    tokenizer: Tokenizer, texts: list[tuple[str, bool]]
+) -> None:
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text, add_special=bos) for text, bos in texts]
+
+
+def test_one_bad_text_of_several_is_an_error(tokenizer: Tokenizer) -> None:
+    with pytest.raises(TextError, match="not valid Unicode"):
+        tokenizer.encode_batch([("good", True), ("a\ud800b", True)])
+
+
+def test_encoding_a_long_text_lets_other_threads_run(tokenizer: Tokenizer) -> None:
+    """The step thread must not stand still for as long as somebody's prompt takes."""
+    text = "the quick brown fox " * 20_000
+    stop, turns = threading.Event(), 0
+
+    def count() -> None:
+        nonlocal turns
+        while not stop.is_set():
+            turns += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    before = turns
+    encoding = tokenizer._backend.encode_batch_fast
+    encoding([text], add_special_tokens=False)
+    during = turns - before
+    before = turns
+    tokenizer.encode(text, add_special=False)
+    ours = turns - before
+    stop.set()
+    thread.join(30)
+    assert during > 100, "this machine gave the other thread no turn"
+    assert ours > during / 20
+
+
+@given(
+    ids=st.lists(st.integers(0, ROWS - 1), max_size=30),
+    stop=st.lists(st.text(alphabet="the fox\ufffd", min_size=1, max_size=3), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 30), max_size=4),
+)
+@settings(max_examples=300, deadline=None)
+def test_feeding_uses_ids_up_to_the_one_that_completes_a_stop_string(
+    tokenizer: Tokenizer, ids: list[int], stop: list[str], cuts: list[int]
+) -> None:
+    """A20, A21: however ids are grouped, the text and the id at which it ends are the same."""
+    alone = Detokenizer(tokenizer, stop)
+    parts, used = [], 0
+    for token in ids:
+        parts.append(alone.push((token,)))
+        used += 1
+        if alone.matched is not None:
+            break
+    edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    together = Detokenizer(tokenizer, stop)
+    fed_parts, fed = [], 0
+    for a, b in pairwise(edges):
+        text, count = together.feed(ids[a:b])
+        fed_parts.append(text)
+        fed += count
+        if together.matched is not None:
+            break
+        assert count == b - a
+    assert (fed, together.matched) == (used, alone.matched)
+    assert "".join(fed_parts) + together.flush() == "".join(parts) + alone.flush()
+
+
+@pytest.mark.parametrize("text", ["the fox", "é🙂日本", "x" * 50])
+def test_no_text_is_longer_than_its_tokens_may_be(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special=False)
+    for part in (ids, ids[:-1], ids[1:], list(range(ROWS))):
+        decoded = tokenizer.decode(part)
+        assert len(decoded) <= len(part) * tokenizer.max_token_chars
+        assert len(decoded.encode()) <= len(part) * tokenizer.max_token_utf8
