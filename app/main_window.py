@@ -49,6 +49,8 @@ from app.panels.log import LogPanel
 from app.panels.optimizations import OptimizationsPanel
 from app.panels.playground import PlaygroundPanel
 from app.panels.requests import RequestsPanel
+from app.panels.stages import StagesPanel
+from app.panels.timeline import TimelinePanel
 from app.panels.view import ChartView
 from app.settings import LAYOUT_VERSION, reachable
 from app.status_bar import StatusLine
@@ -66,13 +68,14 @@ DOCKS: tuple[tuple[str, Area, tuple[str, ...]], ...] = (
     ("left", Area.LeftDockWidgetArea, ("optimizations", "playground")),
     ("map", Area.RightDockWidgetArea, ("kv_map",)),
     ("traffic", Area.RightDockWidgetArea, ("bandwidth",)),
-    ("bottom", Area.BottomDockWidgetArea, ("requests", "baselines", "log")),
+    ("bottom", Area.BottomDockWidgetArea, ("requests", "timeline", "stages", "baselines", "log")),
 )
 PANELS: dict[str, str] = {
     "optimizations": N_("Optimizations"), "playground": N_("Playground"), "kv_map": N_("KV blocks"),
     "bandwidth": N_("Bandwidth"), "requests": N_("Requests"), "baselines": N_("Baselines"), "log": N_("Log"),
+    "timeline": N_("Timeline"), "stages": N_("Stages"),
 }  # fmt: skip
-LEFT_WIDTH, RIGHT_WIDTH, BOTTOM_HEIGHT = 324, 344, 186
+LEFT_WIDTH, RIGHT_WIDTH, BOTTOM_HEIGHT = 324, 344, 244
 
 
 class MainWindow(WindowActions):
@@ -173,12 +176,14 @@ class MainWindow(WindowActions):
         self.kv_map = KvMapPanel(console)
         self.bandwidth = BandwidthPanel(self.view)
         self.requests = RequestsPanel(console)
+        self.timeline = TimelinePanel(self.view)
+        self.stages = StagesPanel(self.view)
         self.baselines = BaselinesPanel(console)
         self.log = LogPanel(console)
         panels: dict[str, QWidget] = {
             "optimizations": self.optimizations, "playground": self.playground, "kv_map": self.kv_map,
             "bandwidth": self.bandwidth, "requests": self.requests, "baselines": self.baselines,
-            "log": self.log,
+            "log": self.log, "timeline": self.timeline, "stages": self.stages,
         }  # fmt: skip
         self.panels = panels
         self.docks = {}
@@ -243,6 +248,8 @@ class MainWindow(WindowActions):
         self.banner.restart_asked.connect(self.restart_engine)
         self.banner.log_asked.connect(lambda: self.show_panel("log"))
         self.requests.load_asked.connect(self.toggle_load)
+        self.timeline.load_asked.connect(self.toggle_load)
+        self.timeline.requests_asked.connect(lambda: self.show_panel("requests"))
         self.baselines.save_asked.connect(self.save_baseline)
         self.optimizations.baseline_asked.connect(self.save_baseline)
         self.clock.on_error = console.errors.put_error
@@ -253,7 +260,7 @@ class MainWindow(WindowActions):
         for chart in (self.ttft, self.tpot, self.throughput):
             clock.register(chart, chart.refresh)
             clock.register(chart, chart.refresh_figures, FIGURES_EVERY)
-        for panel in (self.kv_map, self.bandwidth, self.requests):
+        for panel in (self.kv_map, self.bandwidth, self.requests, self.timeline, self.stages):
             clock.register(panel, panel.refresh)
             clock.register(panel, panel.refresh_figures, FIGURES_EVERY)
         for other in (self.optimizations, self.playground, self.log):

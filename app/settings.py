@@ -91,6 +91,17 @@ class Settings:
         return value if isinstance(value, list) else []
 
     @property
+    def folded(self) -> list[str] | None:
+        """The groups of optimizations that are folded; None where nobody ever folded any."""
+        if self._ini.value("folded") is None:
+            return None
+        return [item for item in self._json_list("folded") if isinstance(item, str)]
+
+    @folded.setter
+    def folded(self, value: list[str]) -> None:
+        self._ini.setValue("folded", json.dumps(value))
+
+    @property
     def load(self) -> dict[str, object]:
         """The load bar's last values, by name."""
         try:

@@ -60,6 +60,23 @@ class Tokens:
     kv_shared: str
     kv_reserved: str
     kv_host: str
+    kv_swapped: str
+    seat: str  # an empty place in the batch
+    stage_forward: str
+    stage_linear: str
+    stage_attention: str
+    stage_head: str
+    stage_rest: str
+    stage_copy: str
+    stage_sample: str
+    stage_prepare: str
+    stage_plan: str
+    stage_publish: str
+    stage_other: str
+    stage_overlap: str
+    stage_tokenize: str
+    stage_detokenize: str
+    stage_send: str
 
 
 DARK = Tokens(
@@ -69,7 +86,11 @@ DARK = Tokens(
     ok_text="#35b68c", warning="#e69f00", warning_text="#e6a417", alarm="#d55e00", alarm_text="#f5834a",
     series_a="#56b4e9", series_b="#e69f00", series_c="#cc79a7", series_d="#009e73", knob="#e6e9ee",
     kv_free="#2d343d", kv_cached="#3d6a8a", kv_used="#56b4e9", kv_shared="#e69f00",
-    kv_reserved="#5d6673", kv_host="#8b70a8",
+    kv_reserved="#5d6673", kv_host="#8b70a8", kv_swapped="#cc79a7", seat="#272d36",
+    stage_forward="#56b4e9", stage_linear="#3585b8", stage_attention="#9bd4f5", stage_head="#2a6a96",
+    stage_rest="#c9e6f7", stage_copy="#8b70a8", stage_sample="#e0a3c6", stage_prepare="#b87a00",
+    stage_plan="#f0c24a", stage_publish="#a05a2c", stage_other="#8a929e",
+    stage_overlap="#d99a1f", stage_tokenize="#007f5c", stage_detokenize="#4fc3a1", stage_send="#00694c",
 )  # fmt: skip
 
 LIGHT = Tokens(
@@ -79,7 +100,11 @@ LIGHT = Tokens(
     ok_text="#007a59", warning="#a86f00", warning_text="#8a5a00", alarm="#d55e00", alarm_text="#b54a00",
     series_a="#0072b2", series_b="#a86f00", series_c="#a8508a", series_d="#00805d", knob="#ffffff",
     kv_free="#e3e8ed", kv_cached="#a9c9e0", kv_used="#0072b2", kv_shared="#c98500",
-    kv_reserved="#b6bec8", kv_host="#8e74ad",
+    kv_reserved="#b6bec8", kv_host="#8e74ad", kv_swapped="#a8508a", seat="#e9edf1",
+    stage_forward="#0072b2", stage_linear="#3d8fc4", stage_attention="#0a4f7d", stage_head="#7db8dc",
+    stage_rest="#05324f", stage_copy="#8e74ad", stage_sample="#7a3263", stage_prepare="#c98500",
+    stage_plan="#7a5000", stage_publish="#d99c6c", stage_other="#6d7682",
+    stage_overlap="#b07a10", stage_tokenize="#004d38", stage_detokenize="#4aa98a", stage_send="#00664a",
 )  # fmt: skip
 
 THEMES: dict[str, Tokens] = {"dark": DARK, "light": LIGHT}

@@ -27,6 +27,7 @@ class Column:
     text: Callable[[RequestView], str]
     right: bool = True
     width: int = 84
+    cell_tip: Callable[[SessionModel, RequestView], str] | None = None  # of one cell, may be empty
 
 
 def state_text(view: RequestView) -> str:
@@ -35,6 +36,8 @@ def state_text(view: RequestView) -> str:
     if row.state == "prefill":
         total = row.prompt_tok + (row.output_tok if row.preempt_n else 0)
         return tr("prefill {done} of {total}").format(done=count(row.computed_tok), total=count(total))
+    if row.result_cached:
+        return tr("result cache")
     if row.state == "finished":
         return tr_engine(row.finish or "finished")
     return tr_engine(row.state)
@@ -44,7 +47,70 @@ def _preempted(view: RequestView) -> str:
     row = view.row
     if not row.preempt_n:
         return NONE
-    return tr("{n} ({time})").format(n=row.preempt_n, time=seconds(row.preempted_us / 1e6))
+    waited = seconds(row.preempted_us / 1e6)
+    if not row.swap_n:
+        return tr("{n} ({time})").format(n=row.preempt_n, time=waited)
+    return tr("{n} ({swaps} swapped, {time})").format(n=row.preempt_n, swaps=row.swap_n, time=waited)
+
+
+REASONS = {
+    "blocks": N_("no KV block was left"),
+    "priority": N_("a request of higher priority came"),
+    "rebuild": N_("the KV pool was rebuilt"),
+}
+
+
+def preemption_lines(session: SessionModel, view: RequestView) -> list[str]:
+    """What preemptions did to a request, in lines for a tooltip; none where there was none."""
+    row = view.row
+    if not row.preempt_n:
+        return []
+    reason = tr_later(REASONS[row.preempt_reason]) if row.preempt_reason in REASONS else row.preempt_reason
+    lines = [tr("preempted {n} times, last because {reason}").format(n=row.preempt_n, reason=reason or NONE)]
+    lines.append(
+        tr("waited {time}; {lost} tokens lost, {again} computed again in {cost}").format(
+            time=seconds(row.preempted_us / 1e6), lost=count(row.lost_tok), again=count(row.recompute_tok),
+            cost=seconds(row.recompute_us / 1e6),
+        )
+    )  # fmt: skip
+    if row.swap_n:
+        lines.append(
+            tr("swapped out {n} times, {tokens} tokens copied back").format(
+                n=row.swap_n, tokens=count(row.swap_in_tok)
+            )
+        )
+    why = next((p.event.why for p in reversed(session.preemptions) if p.key == view.key and p.event.why), "")
+    return [*lines, tr_engine(why)] if why else lines
+
+
+def _preempted_tip(session: SessionModel, view: RequestView) -> str:
+    return "\n".join(preemption_lines(session, view))
+
+
+def _cached(view: RequestView) -> str:
+    row = view.row
+    if not row.host_hit_tok:
+        return str(count(row.cached_tok))
+    return tr("{n} ({host} host)").format(n=count(row.cached_tok), host=count(row.host_hit_tok))
+
+
+def _cached_tip(_session: SessionModel, view: RequestView) -> str:
+    row = view.row
+    lines = []
+    if row.host_hit_tok:
+        lines.append(tr("{n} tokens came from host memory.").format(n=count(row.host_hit_tok)))
+    if row.resume_hit_tok:
+        lines.append(tr("{n} more were found after a preemption.").format(n=count(row.resume_hit_tok)))
+    if row.miss_reason:
+        lines.append(tr("Not found: {why}").format(why=tr_engine(row.miss_reason)))
+    return "\n".join(lines)
+
+
+def _state_tip(_session: SessionModel, view: RequestView) -> str:
+    row = view.row
+    if row.result_cached:
+        return tr("An equal request was answered before: nothing was computed, and it is in no latency.")
+    return row.message
 
 
 def _revision(view: RequestView) -> str:
@@ -68,13 +134,15 @@ COLUMNS: tuple[Column, ...] = (
         state_text,
         right=False,
         width=118,
+        cell_tip=_state_tip,
     ),
     Column(N_("Prompt"), N_("Tokens of the prompt."), lambda v: str(count(v.row.prompt_tok)), width=64),
     Column(
         N_("Cached"),
         N_("Prompt tokens found in the prefix cache at first admission."),
-        lambda v: str(count(v.row.cached_tok)),
-        width=72,
+        _cached,
+        width=86,
+        cell_tip=_cached_tip,
     ),
     Column(N_("Output"), N_("Tokens generated so far."), lambda v: str(count(v.row.output_tok)), width=64),
     Column(
@@ -89,9 +157,10 @@ COLUMNS: tuple[Column, ...] = (
     Column(N_("Total"), N_("From arrival to the end."), lambda v: str(seconds(v.e2e_s))),
     Column(
         N_("Preempted"),
-        N_("How often it lost its KV blocks, and for how long it waited for new ones."),
+        N_("How often it lost its place, how often its blocks were swapped, and how long it waited."),
         _preempted,
-        width=96,
+        width=112,
+        cell_tip=_preempted_tip,
     ),
     Column(
         N_("Revision"),
@@ -171,8 +240,9 @@ class RequestTable(QAbstractTableModel):
         if role == Qt.ItemDataRole.TextAlignmentRole:
             side = Qt.AlignmentFlag.AlignRight if spec.right else Qt.AlignmentFlag.AlignLeft
             return side | Qt.AlignmentFlag.AlignVCenter
-        if role == Qt.ItemDataRole.ToolTipRole and view.row.message:
-            return plain_tip(view.row.message)
+        if role == Qt.ItemDataRole.ToolTipRole:
+            tip = spec.cell_tip(self._session, view) if spec.cell_tip is not None else ""
+            return plain_tip(tip or view.row.message) or None
         if role == RID_ROLE:
             return view.rid
         return None

@@ -8,7 +8,7 @@ from PySide6.QtCore import QPoint, Qt, Slot
 from PySide6.QtWidgets import QApplication, QMenu
 
 from app.i18n import tr
-from app.panels.view import ChartView
+from app.panels.view import ChartView, Follower
 from app.units import count, rate, seconds, span, tick
 from app.widgets.chart_header import SeriesSpec
 from app.widgets.live_plot import LivePlot
@@ -25,7 +25,7 @@ class TimelineChart(LivePlot):
         self.view = view
         self._columns = dict(columns)
         self._scale = scale
-        self._drawn_s = -1.0
+        self._follower = Follower(view, self, self.redraw)
         view.changed.connect(self.redraw)
         self.setContextMenuPolicy(Qt.ContextMenuPolicy.CustomContextMenu)
         self.customContextMenuRequested.connect(self._menu)
@@ -33,26 +33,14 @@ class TimelineChart(LivePlot):
 
     def refresh(self) -> None:
         """Draw, if the data would move by a pixel since the last time."""
-        step_s = max(0.1, self.view.shown_span_s / max(100, self.plot.width()))
-        if not self.view.paused and abs(self.view.now_s - self._drawn_s) >= step_s * 0.95:
-            self.redraw()
+        self._follower.refresh()
 
     @Slot()
     def redraw(self) -> None:
         """Draw now."""
-        now = self._drawn_s = self.view.now_s
-        shown_s = self.view.shown_span_s
-        if self._span_s != shown_s:
-            self.set_span(shown_s)
-        table = self.view.console.session.timeline
-        extra = max(0.0, self.view.console.session.now_s - now)
-        reach = shown_s + extra
-        times = table.times(reach) - now
-        shown = times <= 0
-        data = {key: table.column(name, reach)[shown] * self._scale for key, name in self._columns.items()}
-        self.set_data(times[shown], data)
-        self.set_marks(self.view.marks())
-        self.set_gaps(self.view.gaps())
+        self._follower.begin()
+        times, found = self._follower.columns(self._columns.values())
+        self.set_data(times, {key: found[name] * self._scale for key, name in self._columns.items()})
 
     def refresh_figures(self) -> None:
         """Write the figures of the header."""

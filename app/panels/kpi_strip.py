@@ -27,6 +27,7 @@ class Shown:
     quantity: Quantity
     note: str
     level: str = "ok"
+    aside: str = ""  # for the tooltip
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,10 @@ def _none(figure: Figure) -> str:
     return tr("no engine") if figure.why_none == "no engine" else tr("no traffic")
 
 
-def _latency(figure: Figure) -> Shown:
+def _latency(figure: Figure, kept: float | None) -> Shown:
     note = basis(figure) if figure.value is not None else _none(figure)
-    return Shown(seconds(figure.value), note)
+    aside = tr("{n} answers came from the result cache in this window and are left out.")
+    return Shown(seconds(figure.value), note, aside=aside.format(n=count(kept)) if kept else "")
 
 
 def _output(kpis: Kpis, _console: Console) -> Shown:
@@ -91,19 +93,29 @@ def _bandwidth(kpis: Kpis, console: Console) -> Shown:
     return Shown(percent(figure.value), tr("{rate} modelled").format(rate=bandwidth(used)))
 
 
-def _preemptions(kpis: Kpis, _console: Console) -> Shown:
+def _preemptions(kpis: Kpis, console: Console) -> Shown:
     figure = kpis.preemptions
     if figure.value is None:
         return Shown(Quantity(NONE, ""), _none(figure))
     window = span(figure.window_s) if figure.window_s else ""
     level = "warning" if figure.value > 0 else "ok"
     note = tr("in {window}").format(window=window)
+    tax = kpis.recompute_share.value
+    aside = (
+        tr("Recompute tax: {share} of the forward passes' time.").format(share=percent(tax)) if tax else ""
+    )
     if level == "warning":
-        note = tr("KV pool too small")
+        session = console.session
+        since_s = session.now_s - session.window_s
+        reasons = {p.event.reason for p in session.preemptions if p.t_s > since_s}
+        if not reasons or "blocks" in reasons:
+            note = tr("KV pool too small")
+        else:
+            note = tr("for priority") if "priority" in reasons else tr("KV pool rebuilt")
     errors = kpis.error_share.value
     if errors:
         return Shown(count(figure.value), tr("{share} failed").format(share=percent(errors)), "alarm")
-    return Shown(count(figure.value), note, level)
+    return Shown(count(figure.value), note, level, aside)
 
 
 TILES: tuple[TileSpec, ...] = (
@@ -112,20 +124,22 @@ TILES: tuple[TileSpec, ...] = (
         N_("TTFT p95"),
         N_(
             "Time to first token, 95th percentile: from a request's arrival at the engine to its first "
-            "token. n requests that got their first token in the trailing window."
+            "token. n requests that got their first token in the trailing window. Answers from the result "
+            "cache are left out."
         ),
         "ttft_p95_s",
-        lambda k, c: _latency(k.ttft_p95_s),
+        lambda k, c: _latency(k.ttft_p95_s, k.result_cached.value),
     ),
     TileSpec(
         "tpot",
         N_("TPOT p95"),
         N_(
             "Time per output token, 95th percentile: (last − first token) / (tokens − 1) of each request "
-            "that ended in the trailing window. Requests of one token have none."
+            "that ended in the trailing window. Requests of one token have none, nor have answers from the "
+            "result cache."
         ),
         "tpot_p95_s",
-        lambda k, c: _latency(k.tpot_p95_s),
+        lambda k, c: _latency(k.tpot_p95_s, k.result_cached.value),
     ),
     TileSpec(
         "output",
@@ -181,8 +195,9 @@ TILES: tuple[TileSpec, ...] = (
         "preempted",
         N_("Preempted"),
         N_(
-            "Requests that lost their KV blocks and were put back to wait, in the trailing window. Any is a "
-            "sign that the pool is too small for this load."
+            "Requests that lost their place and were put back to wait, in the trailing window: no block was "
+            "left, so the pool is too small for this load; a request of higher priority came; or the pool "
+            "was rebuilt."
         ),
         "preempted",
         _preemptions,
@@ -208,6 +223,6 @@ class KpiStrip(QWidget):
             tile = self.tiles[spec.id]
             shown = spec.show(kpis, self._console)
             note = tr("stale") if stale else shown.note
-            tile.show_value(shown.quantity, note, "ok" if stale else shown.level)
+            tile.show_value(shown.quantity, note, "ok" if stale else shown.level, shown.aside)
             values = session.timeline.column(spec.column, SPARK_S)
             tile.set_spark(np.asarray(values))

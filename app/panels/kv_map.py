@@ -1,18 +1,28 @@
-"""The KV map: every physical block, its state, its fill and whose it is."""
+"""The KV map: every block of the pool and of host memory, its state, its fill and whose it is."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from PySide6.QtCore import Signal, Slot
-from PySide6.QtWidgets import QGridLayout, QStackedLayout, QWidget
+from PySide6.QtWidgets import QGridLayout, QLabel, QStackedLayout, QWidget
 
 from app.console import Console
 from app.i18n import N_, tr, tr_later
-from app.units import count, data, percent
+from app.units import NONE, count, data, percent
 from app.widgets.basic import ElidedLabel, button, column, label, plain_tip, row, set_tip
 from app.widgets.block_map import STATE_TOKENS, BlockMap, Swatch
 from app.widgets.empty_state import EmptyState
-from ipc.messages import BLOCK_CACHED, BLOCK_FREE, BLOCK_HOST, BLOCK_RESERVED, BLOCK_SHARED, BLOCK_USED
+from ipc.messages import (
+    BLOCK_CACHED,
+    BLOCK_FREE,
+    BLOCK_HOST,
+    BLOCK_RESERVED,
+    BLOCK_SHARED,
+    BLOCK_SWAPPED,
+    BLOCK_USED,
+)
 
 NAMES = {
     BLOCK_USED: (N_("used"), N_("A live request keeps tokens in it.")),
@@ -26,9 +36,47 @@ NAMES = {
         N_("reserved"),
         N_("Set aside for a request and not yet filled (contiguous allocation)."),
     ),
-    BLOCK_HOST: (N_("on host"), N_("Moved to the machine's memory.")),
+    BLOCK_HOST: (
+        N_("on host"),
+        N_("Evicted from the pool and kept in host memory; a prompt that begins alike has it copied back."),
+    ),
+    BLOCK_SWAPPED: (
+        N_("swapped out"),
+        N_("Of a preempted request, kept in host memory until it is back in the batch."),
+    ),
 }
-ALWAYS_SHOWN = (BLOCK_USED, BLOCK_SHARED, BLOCK_CACHED, BLOCK_FREE)
+POOL = (BLOCK_USED, BLOCK_CACHED, BLOCK_FREE, BLOCK_SHARED, BLOCK_RESERVED)
+HOST = (BLOCK_HOST, BLOCK_SWAPPED, BLOCK_FREE)
+LIVE = (BLOCK_USED, BLOCK_SHARED, BLOCK_RESERVED)
+
+
+class Legend(QWidget):
+    """The states of a map with their counts, those of ``optional`` only while there are any."""
+
+    def __init__(self, states: Sequence[int], optional: Sequence[int] = ()) -> None:
+        super().__init__()
+        self._optional = optional
+        self.counts = {state: label("0") for state in states}
+        self._entries: dict[int, QWidget] = {}
+        grid = QGridLayout(self)
+        grid.setContentsMargins(0, 0, 0, 0)
+        grid.setHorizontalSpacing(10)
+        grid.setVerticalSpacing(2)
+        for i, state in enumerate(states):
+            name, tip = NAMES[state]
+            entry = QWidget()
+            swatch = Swatch(STATE_TOKENS[state])
+            entry.setLayout(row(swatch, label(tr_later(name), "dim"), self.counts[state], None, spacing=5))
+            set_tip(entry, tr_later(tip))
+            entry.setVisible(state not in optional)
+            self._entries[state] = entry
+            grid.addWidget(entry, i // 3, i % 3)
+
+    def show_counts(self, counts: Sequence[int]) -> None:
+        """Blocks by state."""
+        for state, shown in self.counts.items():
+            shown.setText(str(count(counts[state])))
+            self._entries[state].setVisible(state not in self._optional or counts[state] > 0)
 
 
 class KvMapPanel(QWidget):
@@ -44,26 +92,24 @@ class KvMapPanel(QWidget):
         self.map.setAccessibleName(tr("Map of the KV blocks"))
         self.map.describe = self.describe
         self.map.picked.connect(self._on_picked)
-        self._counts = {state: label("0") for state in NAMES}
-        self._entries: dict[int, QWidget] = {}
-        self.waste = label("", "dim")
-        set_tip(
-            self.waste,
-            tr(
-                "Token places in used blocks that hold no token, of all their places: internal fragmentation."
-            ),
-        )
+        self.host_map = BlockMap()
+        self.host_map.setAccessibleName(tr("Map of the blocks in host memory"))
+        self.host_map.describe = lambda block: self.describe(block + self.map.num_blocks)
+        self.host_map.picked.connect(self._on_host_picked)
+        self.legend, self.host_legend = Legend(POOL, (BLOCK_RESERVED,)), Legend(HOST)
         self.owner = ElidedLabel(tr("Point at a block to see its owner; click to pick it."), "small")
         self.clear = button(tr("Show all"), lambda: console.select(None), "flat")
         self.clear.hide()
+        self.host = QWidget()
+        self.host_bytes = label("", "small")
+        host_head = row(label(tr("Host memory"), "section"), None, self.host_bytes)
+        self.host.setLayout(column(host_head, self.host_map, self.host_legend, spacing=4))
+        self.host.hide()
+        self.maps = column(self.map, self.legend, self.host, spacing=6)
         page = QWidget()
         page.setLayout(
             column(
-                self.map,
-                self._legend(),
-                row(self.owner, self.clear),
-                margins=(10, 10, 10, 6),
-                spacing=6,
+                self.maps, self._figures(), row(self.owner, self.clear), margins=(10, 10, 10, 6), spacing=6
             )
         )
         self.empty = EmptyState(
@@ -75,27 +121,35 @@ class KvMapPanel(QWidget):
         self.setLayout(self._stack)
         console.selected.connect(self._on_selected)
 
-    def _legend(self) -> QGridLayout:
+    def _figures(self) -> QGridLayout:
+        """What the used blocks were set aside for and what they hold, to compare allocations by."""
         grid = QGridLayout()
         grid.setContentsMargins(0, 0, 0, 0)
         grid.setHorizontalSpacing(10)
-        grid.setVerticalSpacing(2)
-        for i, (state, (name, tip)) in enumerate(NAMES.items()):
-            entry = QWidget()
-            entry.setLayout(
-                row(
-                    Swatch(STATE_TOKENS[state]),
-                    label(tr_later(name), "dim"),
-                    self._counts[state],
-                    None,
-                    spacing=5,
-                )
-            )
-            set_tip(entry, tr_later(tip))
-            entry.setVisible(state in ALWAYS_SHOWN)
-            self._entries[state] = entry
-            grid.addWidget(entry, i // 2, i % 2)
-        grid.addWidget(self.waste, 3, 0, 1, 2)
+        grid.setVerticalSpacing(0)
+        self.figures: dict[str, QLabel] = {}
+        heads = (
+            ("places", tr("places"), tr("Tokens that the used blocks could hold: blocks × block size.")),
+            ("held", tr("held"), tr("Tokens that they hold.")),
+            (
+                "waste",
+                tr("wasted"),
+                tr(
+                    "Token places in used blocks that hold no token, of all their places: internal "
+                    "fragmentation. Contiguous allocation reserves the most a request may reach; paged "
+                    "wastes less than a block for each request."
+                ),
+            ),
+        )
+        for i, (key, name, tip) in enumerate(heads):
+            value = label(NONE)
+            for part, line in ((label(name, "small"), 0), (value, 1)):
+                set_tip(part, tip)
+                grid.addWidget(part, line, i)
+            self.figures[key] = value
+            grid.setColumnStretch(i, 1)
+        self.pool = ElidedLabel("", "small")
+        grid.addWidget(self.pool, 2, 0, 1, 3)
         return grid
 
     def refresh(self) -> None:
@@ -105,46 +159,59 @@ class KvMapPanel(QWidget):
             self._stack.setCurrentIndex(0)
             self.summary_changed.emit("")
             return
-        if blocks.t_s == self._shown_t_s and blocks.num_blocks == self.map.num_blocks:
+        if blocks.t_s == self._shown_t_s and blocks.num_pool == self.map.num_blocks:
             return
         self._shown_t_s = blocks.t_s
         self._stack.setCurrentIndex(1)
-        self.map.set_blocks(blocks.state, blocks.fill, blocks.block_size)
+        pool = blocks.num_pool
+        self.map.set_blocks(blocks.state[:pool], blocks.fill[:pool], blocks.block_size)
+        if blocks.num_host != self.host_map.num_blocks:
+            self.host.setVisible(blocks.num_host > 0)
+            self.maps.setStretch(0, max(2, round(10 * pool / max(1, blocks.num_blocks))))
+            self.maps.setStretch(2, max(3, round(10 * blocks.num_host / max(1, blocks.num_blocks))))
+        self.host_map.set_blocks(blocks.state[pool:], blocks.fill[pool:], blocks.block_size)
         if self._console.selected_rid is not None:
-            self.map.set_chosen(self._console.session.blocks_of(self._console.selected_rid))
+            self._choose(self._console.selected_rid)
 
     def refresh_figures(self) -> None:
         """Write counts, waste and what the pool is."""
         blocks = self._console.session.blocks
         if blocks is None or blocks.num_blocks == 0:
             return
-        counts = np.bincount(blocks.state, minlength=BLOCK_HOST + 1)
-        for state, shown in self._counts.items():
-            shown.setText(str(count(int(counts[state]))))
-            self._entries[state].setVisible(state in ALWAYS_SHOWN or bool(counts[state] > 0))
-        used = int(counts[BLOCK_USED] + counts[BLOCK_SHARED] + counts[BLOCK_RESERVED])
-        live = (
-            (blocks.state == BLOCK_USED) | (blocks.state == BLOCK_SHARED) | (blocks.state == BLOCK_RESERVED)
-        )
-        held = int(blocks.fill[live].sum())
+        pool = blocks.num_pool
+        state = blocks.state[:pool]
+        counts = np.bincount(state, minlength=BLOCK_SWAPPED + 1).tolist()
+        self.legend.show_counts(counts)
+        self.host_legend.show_counts(np.bincount(blocks.state[pool:], minlength=BLOCK_SWAPPED + 1).tolist())
+        used = sum(counts[kind] for kind in LIVE)
+        held = int(blocks.fill[:pool][np.isin(state, LIVE)].sum())
         places = used * blocks.block_size
-        if places:
-            text = tr("waste {share} · {held} of {places} token places used")
-            share = percent(1 - held / places)
-            self.waste.setText(text.format(share=share, held=count(held), places=count(places)))
-        else:
-            self.waste.setText(tr("no block is in use"))
-        self.summary_changed.emit(
-            self._summary(blocks.num_blocks, blocks.block_size, used / blocks.num_blocks)
-        )
+        self.figures["places"].setText(str(count(places, tr("tokens"))) if places else NONE)
+        self.figures["held"].setText(str(count(held, tr("tokens"))) if places else NONE)
+        waste = f"{count(places - held)} · {percent((places - held) / places)}" if places else NONE
+        self.figures["waste"].setText(waste)
+        self._show_memory()
+        self.summary_changed.emit(self._summary(pool, blocks.block_size, used / pool if pool else 0.0))
         self._show_selection()
 
+    def _show_memory(self) -> None:
+        """Precision and bytes of the pool, and of what lies in host memory."""
+        state = self._console.session.state
+        if state is None:
+            return
+        parts = [tr("keys and values in {dtype}").format(dtype=state.kv_dtype)] if state.kv_dtype else []
+        if state.kv_bytes:
+            parts.append(tr("pool {size}").format(size=data(state.kv_bytes)))
+        self.pool.set_full_text(" · ".join(parts))
+        host = []
+        if state.host_kv_bytes:
+            host.append(tr("prefixes {size}").format(size=data(state.host_kv_bytes)))
+        if state.swap_bytes:
+            host.append(tr("swap space {size}").format(size=data(state.swap_bytes)))
+        self.host_bytes.setText(" · ".join(host))
+
     def _summary(self, number: int, size: int, share: float) -> str:
-        model = self._console.session.model
-        text = tr("{n} × {size} tokens · {share}").format(n=count(number), size=size, share=percent(share))
-        if model is not None:
-            text += f" · {data(number * size * model.kv_bytes_per_token)}"
-        return text
+        return tr("{n} × {size} tokens · {share}").format(n=count(number), size=size, share=percent(share))
 
     def describe(self, block: int) -> str:
         """The tooltip of one block."""
@@ -152,7 +219,11 @@ class KvMapPanel(QWidget):
         if blocks is None or block >= blocks.num_blocks:
             return ""
         state = int(blocks.state[block])
-        lines = [tr("Block {n}: {state}").format(n=block, state=tr_later(NAMES[state][0]))]
+        name = tr_later(NAMES[state][0])
+        if block < blocks.num_pool:
+            lines = [tr("Block {n}: {state}").format(n=block, state=name)]
+        else:
+            lines = [tr("Host block {n}: {state}").format(n=block - blocks.num_pool, state=name)]
         lines.append(
             tr("{fill} of {size} tokens").format(fill=int(blocks.fill[block]), size=blocks.block_size)
         )
@@ -171,9 +242,19 @@ class KvMapPanel(QWidget):
         self._console.select(owner or None)
 
     @Slot(object)
+    def _on_host_picked(self, block: int | None) -> None:
+        self._on_picked(None if block is None else block + self.map.num_blocks)
+
+    @Slot(object)
     def _on_selected(self, rid: int | None) -> None:
-        self.map.set_chosen(None if rid is None else self._console.session.blocks_of(rid))
+        self._choose(rid)
         self._show_selection()
+
+    def _choose(self, rid: int | None) -> None:
+        pool = self.map.num_blocks
+        owned = None if rid is None else self._console.session.blocks_of(rid)
+        self.map.set_chosen(owned)
+        self.host_map.set_chosen(None if owned is None else [b - pool for b in owned if b >= pool])
 
     def _show_selection(self) -> None:
         rid = self._console.selected_rid

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt, Signal, Slot
-from PySide6.QtWidgets import QFrame, QScrollArea, QStackedLayout, QWidget
+from PySide6.QtWidgets import QFrame, QLineEdit, QScrollArea, QStackedLayout, QWidget
 
 from app.console import Console
 from app.i18n import N_, tr, tr_later
 from app.model.knobs import KnobStatus
-from app.widgets.basic import button, column, label, row, rule
+from app.widgets.basic import button, column, row, rule
 from app.widgets.empty_state import EmptyState
+from app.widgets.knob_group import KnobGroup
 from app.widgets.knob_row import KnobRow
 from ipc.messages import KnobInfo
 
 GROUPS = {
     "batching": N_("Batching"), "kv memory": N_("KV memory"), "kv": N_("KV memory"), "weights": N_("Weights"),
     "kernels": N_("Kernels"), "speculation": N_("Speculation"), "text": N_("Text"),
+    "measuring": N_("Measuring"),
 }  # fmt: skip
 
 
@@ -25,7 +27,7 @@ def group_title(name: str) -> str:
 
 
 class OptimizationsPanel(QWidget):
-    """Rows in the registry's order and groups; unavailable ones last in a group, greyed with the reason."""
+    """Rows in the registry's order and groups; unavailable ones behind a line, greyed with the reason."""
 
     summary_changed = Signal(str)
     baseline_asked = Signal()
@@ -51,8 +53,15 @@ class OptimizationsPanel(QWidget):
             tr("Keep the whole configuration with what was measured under it (Ctrl+S)."),
         )  # fmt: skip
         foot = row(self.undo, self.defaults, None, self.save, margins=(12, 8, 12, 8), spacing=6)
+        self.filter = QLineEdit()
+        self.filter.setPlaceholderText(tr("Find an optimization"))
+        self.filter.setAccessibleName(tr("Find an optimization"))
+        self.filter.setClearButtonEnabled(True)
+        self.filter.textChanged.connect(self._on_filter)
+        self.groups: dict[str, KnobGroup] = {}
         page = QWidget()
-        page.setLayout(column(self.area, rule(), foot, spacing=0))
+        search = row(self.filter, margins=(12, 8, 12, 4))
+        page.setLayout(column(search, self.area, rule(), foot, spacing=0))
         self.empty = EmptyState(
             tr("No optimizations yet"),
             tr("The engine names what it can switch as soon as it answers."),
@@ -73,8 +82,12 @@ class OptimizationsPanel(QWidget):
         infos = [view.info for view in views]
         if infos != self._infos:
             self._rebuild(infos)
+        values = knobs.values()
         for view in views:
-            self.rows[view.info.id].show_view(view, ready)
+            self.rows[view.info.id].show_view(view, ready, values)
+        for group in self.groups.values():
+            ids = [made.info.id for made in group.rows]
+            group.show_changed(sum(values.get(i) != self.rows[i].info.default for i in ids if i in values))
         pending = sum(view.status is KnobStatus.PENDING for view in views)
         self.undo.setEnabled(ready and knobs.can_undo)
         self.defaults.setEnabled(ready and bool(self._off_default()))
@@ -92,16 +105,28 @@ class OptimizationsPanel(QWidget):
         groups: dict[str, list[KnobInfo]] = {}
         for info in infos:
             groups.setdefault(info.group, []).append(info)
-        parts: list[object] = []
+        folded = self._console.settings.folded
+        self.groups = {}
         for name, members in groups.items():
-            parts.append(label(group_title(name), "section"))
-            ordered = sorted(members, key=lambda info: not info.available)
-            parts += [self.rows[info.id] for info in ordered]
-            parts.append(6)
+            # Nobody folded anything yet: what cannot be used at all need not take a person's eye.
+            closed = not any(info.available for info in members) if folded is None else name in folded
+            group = KnobGroup(group_title(name), [self.rows[info.id] for info in members], closed)
+            group.folded_changed.connect(self._on_folded)
+            self.groups[name] = group
         page = QWidget()
         page.setProperty("role", "page")
-        page.setLayout(column(*parts, None, spacing=3, margins=(12, 8, 12, 8)))
+        page.setLayout(column(*self.groups.values(), None, spacing=8, margins=(12, 2, 12, 8)))
         self.area.setWidget(page)
+        self._on_filter()
+
+    @Slot()
+    def _on_filter(self) -> None:
+        for made in self.groups.values():
+            made.set_filter(self.filter.text())
+
+    @Slot()
+    def _on_folded(self) -> None:
+        self._console.settings.folded = [name for name, made in self.groups.items() if made.folded]
 
     def _off_default(self) -> dict[str, object]:
         views = self._console.knobs.views()

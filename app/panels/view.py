@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from PySide6.QtCore import QObject, Signal
 
 from app.console import Console
 from app.model.session import Figure, Marker
 from app.units import count, span
-from app.widgets.live_plot import ChartMark, CrosshairLink
+from app.widgets.time_plot import F64, ChartMark, CrosshairLink, TimePlot
 
 GROWING_S = (60, 120, 180, 300, 600, 900, 1800, 3600)
 
@@ -70,6 +72,37 @@ class ChartView(QObject):
         """Stretches without telemetry, relative to the right edge."""
         now = self.now_s
         return [(g.t0_s - now, g.t1_s - now) for g in self.console.session.gaps if g.t0_s <= now]
+
+
+class Follower:
+    """Keeps one chart in step with the view: draws it when its data would have moved by a pixel."""
+
+    def __init__(self, view: ChartView, plot: TimePlot, redraw: Callable[[], None]) -> None:
+        self._view, self._plot, self._redraw = view, plot, redraw
+        self._drawn_s = -1.0
+
+    def refresh(self) -> None:
+        """Redraw if it is due."""
+        step_s = max(0.1, self._view.shown_span_s / max(100, self._plot.plot.width()))
+        if not self._view.paused and abs(self._view.now_s - self._drawn_s) >= step_s * 0.95:
+            self._redraw()
+
+    def begin(self) -> float:
+        """The time at the right edge of the picture to be drawn now; sets span, marks and gaps for it."""
+        self._drawn_s = self._view.now_s
+        if self._plot.span_s != self._view.shown_span_s:
+            self._plot.set_span(self._view.shown_span_s)
+        self._plot.set_marks(self._view.marks())
+        self._plot.set_gaps(self._view.gaps())
+        return self._drawn_s
+
+    def columns(self, names: Iterable[str]) -> tuple[F64, dict[str, F64]]:
+        """Of the session's timeline: times [n] up to the right edge, which is 0, and columns [n] by name."""
+        session = self._view.console.session
+        reach = self._view.shown_span_s + max(0.0, session.now_s - self._drawn_s)
+        times = session.timeline.times(reach) - self._drawn_s
+        shown = times <= 0
+        return times[shown], {name: session.timeline.column(name, reach)[shown] for name in names}
 
 
 def basis(figure: Figure) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 
 import pyqtgraph as pg
@@ -10,13 +11,14 @@ from PySide6.QtCore import QRectF
 
 from app import theme
 from app.i18n import tr
-from app.units import MINUS, NBSP, axis_step
+from app.units import MINUS, NBSP, axis_step, tick
 
 TickStrings = list[str]
 Format = Callable[[float], str]
 TIME_STEPS_S = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800)
 LEFT_WIDTH_PX = 52
 EDGE_PX = 30
+SHRINK_AFTER_S = 5.0
 
 
 class TimeAxis(pg.AxisItem):  # type: ignore[misc]
@@ -87,6 +89,50 @@ class ValueAxis(pg.AxisItem):  # type: ignore[misc]
 
     def tickStrings(self, values: list[float], scale: float, spacing: float) -> TickStrings:
         return [self._format(10.0**value if self.log else value) for value in values]
+
+
+class LaneAxis(ValueAxis):
+    """The left axis of lanes one below the other: lane i lies from -i - 1 to -i, and a strip above 0."""
+
+    def __init__(self) -> None:
+        super().__init__(tick)
+        self.strip = ""  # what is written beside the strip
+
+    def tickValues(self, minimum: float, maximum: float, size: float) -> list[tuple[float, list[float]]]:
+        lanes = math.floor(-minimum + 1e-9)
+        step = max(1, round(axis_step(lanes, max(1, int(size / 30)))))
+        numbers = [1, *range(step, lanes + 1, step)] if step > 1 else list(range(1, lanes + 1))
+        if len(numbers) > 2 and numbers[1] - numbers[0] < step / 2:
+            del numbers[1]
+        return [(float(step), [0.5 - n for n in numbers] + ([maximum / 2] if self.strip else []))]
+
+    def tickStrings(self, values: list[float], scale: float, spacing: float) -> TickStrings:
+        return [self.strip if value > 0 else str(round(0.5 - value)) for value in values]
+
+
+class HeldTop:
+    """The upper end of a range that starts at 0: round, grows at once, shrinks after a while of less."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._smaller_since_s: float | None = None
+
+    def fit(self, want: float) -> float:
+        """The end that shows ``want``; 0 or less keeps what is."""
+        if want <= 0:
+            want = self.value if self.value > 0 else 1.0
+        step = axis_step(want, 4)
+        want = math.ceil(want / step - 1e-9) * step
+        now_s = time.monotonic()
+        if want < self.value * 0.7:
+            self._smaller_since_s = self._smaller_since_s or now_s
+            if now_s - self._smaller_since_s <= SHRINK_AFTER_S:
+                return self.value
+        elif 0 < want <= self.value:
+            want = self.value
+        self._smaller_since_s = None
+        self.value = want
+        return want
 
 
 def style_axis(axis: pg.AxisItem) -> None:

@@ -18,12 +18,20 @@ from PySide6.QtGui import QColor, QHelpEvent, QImage, QMouseEvent, QPainter, QPa
 from PySide6.QtWidgets import QAbstractScrollArea, QFrame, QToolTip, QWidget
 
 from app import theme
-from ipc.messages import BLOCK_CACHED, BLOCK_FREE, BLOCK_HOST, BLOCK_RESERVED, BLOCK_SHARED, BLOCK_USED
+from ipc.messages import (
+    BLOCK_CACHED,
+    BLOCK_FREE,
+    BLOCK_HOST,
+    BLOCK_RESERVED,
+    BLOCK_SHARED,
+    BLOCK_SWAPPED,
+    BLOCK_USED,
+)
 
 MIN_CELL, MAX_CELL = 3, 16
 STATE_TOKENS = {
     BLOCK_FREE: "kv_free", BLOCK_CACHED: "kv_cached", BLOCK_USED: "kv_used", BLOCK_SHARED: "kv_shared",
-    BLOCK_RESERVED: "kv_reserved", BLOCK_HOST: "kv_host",
+    BLOCK_RESERVED: "kv_reserved", BLOCK_HOST: "kv_host", BLOCK_SWAPPED: "kv_swapped",
 }  # fmt: skip
 
 
@@ -130,12 +138,12 @@ class BlockMap(QAbstractScrollArea):
         state = self._state[start:stop]
         full = np.zeros(count, np.uint32)
         empty = np.zeros(count, np.uint32)
-        full[: stop - start] = table[0][np.minimum(state, BLOCK_HOST)]
-        empty[: stop - start] = table[1][np.minimum(state, BLOCK_HOST)]
+        full[: stop - start] = table[0][np.minimum(state, BLOCK_SWAPPED)]
+        empty[: stop - start] = table[1][np.minimum(state, BLOCK_SWAPPED)]
         if self._chosen is not None:
             others = ~self._chosen[start:stop]
             others &= state != BLOCK_FREE
-            full[: stop - start][others] = table[1][np.minimum(state, BLOCK_HOST)][others]
+            full[: stop - start][others] = table[1][np.minimum(state, BLOCK_SWAPPED)][others]
         inner = cell - 1
         fill = np.zeros(count, np.int64)
         fill[: stop - start] = self._fill[start:stop]

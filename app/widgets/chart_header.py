@@ -98,4 +98,11 @@ class ChartHeader(QWidget):
         self.note.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
         line = row(self.title, self.unit, 8, self.legend, self.note, margins=(12, 5, 12, 2), spacing=6)
         line.setStretchFactor(self.note, 1)
+        self._line = line
         self.setLayout(line)
+
+    def add(self, *parts: QWidget) -> None:
+        """Put further parts at the right end."""
+        self._line.addSpacing(6)
+        for part in parts:
+            self._line.addWidget(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from PySide6.QtCore import QSignalBlocker, Qt, QTimer, Signal, Slot
 from PySide6.QtGui import QStandardItem, QStandardItemModel, QWheelEvent
@@ -11,6 +12,7 @@ from PySide6.QtWidgets import QComboBox, QDoubleSpinBox, QSpinBox, QWidget
 from app.i18n import N_, knob_help, knob_title, tr, tr_engine, tr_later
 from app.knob_text import value_text
 from app.model.knobs import KnobStatus, KnobView
+from app.net.types import knob_text
 from app.units import seconds
 from app.widgets.basic import ElidedLabel, label, plain_tip, row, set_role, set_state
 from app.widgets.toggle import ToggleSwitch
@@ -149,8 +151,16 @@ class KnobRow(QWidget):
 
     # --- state --------------------------------------------------------------------------------------
 
-    def show_view(self, view: KnobView, enabled: bool) -> None:
-        """Show what is applied, what is asked for and how it stands. ``enabled``: the engine can be asked."""
+    def matches(self, text: str) -> bool:
+        """Whether name, id or help hold ``text`` (casefolded)."""
+        words = (self.title.text(), self.info.id, self.info.title, knob_help(self.info.id, self.info.help))
+        return any(text in word.casefold() for word in words)
+
+    def show_view(self, view: KnobView, enabled: bool, values: Mapping[str, KnobValue]) -> None:
+        """Show what is applied, what is asked for and how it stands.
+
+        ``enabled``: the engine can be asked. ``values``: what all knobs have, for those that this one needs.
+        """
         pending = view.status is KnobStatus.PENDING and enabled
         usable = enabled and self.info.available and self.info.apply != "restart"
         self._show_value(view.desired)
@@ -160,7 +170,8 @@ class KnobRow(QWidget):
             self.editor.set_pending(pending)
         else:
             set_state(self.editor, "state", "pending" if pending else "")
-        text, role = self._status(view, pending)
+        idle = [other for other, value in self.info.requires.items() if knob_text(values.get(other)) != value]
+        text, role = self._status(view, pending, bool(idle))
         self.status.set_full_text(text)
         set_role(self.status, role)
         if text and view.reason:
@@ -185,7 +196,7 @@ class KnobRow(QWidget):
             return bool(self.editor.lineEdit().isModified())
         return False
 
-    def _status(self, view: KnobView, pending: bool) -> tuple[str, str]:
+    def _status(self, view: KnobView, pending: bool, idle: bool) -> tuple[str, str]:
         if not self.info.available:
             return tr_engine(self.info.reason), "small"
         if pending:
@@ -197,6 +208,8 @@ class KnobRow(QWidget):
             if view.preempted:
                 text += " · " + tr("{n} preempted").format(n=view.preempted)
             return text, "small"
+        if idle:
+            return tr("no effect now"), "small"
         return (
             (tr_later(APPLY_TEXT[self.info.apply]), "small") if self.info.apply != "step" else ("", "small")
         )

@@ -30,14 +30,22 @@ class KpiTile(QWidget):
         self.definition = definition
         self.quantity = Quantity(NONE, "")
         self.note = ""
+        self.aside = ""
         self.level = "ok"
         self._spark: NDArray[np.float64] = np.empty(0)
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self.setToolTip(plain_tip(definition))
         self._describe()
 
-    def show_value(self, quantity: Quantity, note: str, level: str = "ok") -> None:
-        """Show a figure and the line below it. ``level`` warning or alarm gives outline and mark."""
+    def show_value(self, quantity: Quantity, note: str, level: str = "ok", aside: str = "") -> None:
+        """Show a figure and the line below it. ``level`` warning or alarm gives outline and mark.
+
+        ``aside`` is said in the tooltip, after the definition.
+        """
+        if aside != self.aside:
+            self.aside = aside
+            self.setToolTip(plain_tip("\n".join(part for part in (self.definition, aside) if part)))
+            self._describe()
         if (quantity, note, level) != (self.quantity, self.note, self.level):
             self.quantity, self.note, self.level = quantity, note, level
             self._describe()
@@ -50,7 +58,7 @@ class KpiTile(QWidget):
 
     def _describe(self) -> None:
         self.setAccessibleName(f"{self.title}: {self.quantity}")
-        self.setAccessibleDescription(f"{self.note}. {self.definition}")
+        self.setAccessibleDescription(f"{self.note}. {self.definition} {self.aside}".rstrip())
 
     def mousePressEvent(self, event: QMouseEvent) -> None:
         self.clicked.emit()

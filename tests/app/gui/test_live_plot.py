@@ -16,7 +16,8 @@ from PySide6.QtWidgets import QApplication
 
 from app import units
 from app.widgets.chart_header import SeriesSpec
-from app.widgets.live_plot import ChartMark, CrosshairLink, LivePlot, decimate
+from app.widgets.live_plot import LivePlot, decimate
+from app.widgets.time_plot import ChartMark, CrosshairLink
 
 F64 = NDArray[np.float64]
 
@@ -120,7 +121,7 @@ def test_the_range_grows_at_once_and_shrinks_late(
     qapp: QApplication, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr("app.widgets.live_plot.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("app.widgets.axes.time.monotonic", lambda: clock[0])
     plot = chart()
     plot.set_data(times(10), {"a": np.full(10, 900.0)})
     assert plot.y_range[1] >= 900
