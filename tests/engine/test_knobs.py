@@ -115,7 +115,7 @@ def test_every_scheduler_knob_is_read() -> None:
     changes: dict[str, Any] = {
         "batching": "static", "max_num_seqs": 3, "max_num_batched_tokens": 5, "chunked_prefill": False,
         "prefill_chunk_tokens": 9, "prefix_cache": False, "kv_allocation": "contiguous", "policy": "priority",
-        "priority_ageing_s": 1,
+        "priority_ageing_s": 1, "batch_wait_ms": 5, "preemption": "swap",
     }  # fmt: skip
     after = SchedulerKnobs.of(KnobStore(KnobContext(), changes).values)
     for name in SchedulerKnobs.__slots__:
