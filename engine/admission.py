@@ -102,18 +102,22 @@ def _fill_in(blocks: Sequence[int], lead: int, fresh: Sequence[int]) -> list[int
     return [*table, *rest]
 
 
-def choose_turns(decoding: Sequence[Request], budget: int, knobs: SchedulerKnobs) -> set[Request]:
-    """The ``budget`` requests whose turn it is, where a step has too few tokens for every one.
+def choose_turns(
+    decoding: Sequence[Request], budget: int, knobs: SchedulerKnobs, now_ns: int
+) -> dict[int, int]:
+    """The ``budget`` requests whose turn it is, where a step has too few tokens for every one: rid -> time.
 
-    Those who waited longest since their last turn. Under priority a level weighs as much as in the queue:
-    whoever is lower comes behind all that are higher until it has waited for the ageing of the difference.
+    Those who waited longest since their last turn; of two that had it in one step, the one served first.
+    Under priority a level weighs as much as in the queue: whoever is lower comes behind all that are higher
+    until it has waited for the ageing of the difference.
     """
     ageing_ns = knobs.ageing_ns if knobs.by_priority else 0
 
     def turn(request: Request) -> tuple[int, tuple[int, int]]:
         return request.priority * ageing_ns + request.served_ns, request.order
 
-    return set(heapq.nsmallest(budget, decoding, key=turn))
+    chosen = heapq.nsmallest(budget, decoding, key=turn)
+    return {request.rid: now_ns + rank for rank, request in enumerate(chosen)}
 
 
 def choose_victims(

@@ -82,7 +82,7 @@ class StepPlan:
     hit_tokens: int = 0
     host_hit_tokens: int = 0
     wake_ns: int | None = None
-    turn_ns: int | None = None  # when it was planned, if decoding requests must take turns
+    turns: dict[int, int] | None = None  # rid -> when its turn was, if decoding requests must take turns
     reason: str = ""  # why nothing is scheduled although work waits
 
     @property

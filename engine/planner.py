@@ -55,7 +55,7 @@ class Planner:
             computed, pending = request.num_computed, request.num_pending
             if len(request.token_ids) + pending - computed != 1:
                 continue
-            if (pending and _is_ending(request)) or (turns is not None and request not in turns):
+            if (pending and _is_ending(request)) or (turns is not None and request.rid not in turns):
                 continue
             if computed // size >= len(request.block_table):
                 if not self._make_room(1, request):
@@ -70,13 +70,13 @@ class Planner:
         self._plan.decode_requests = self._plan.decode_tokens = decodes
         self._budget = budget
 
-    def _turns(self) -> set[Request] | None:
+    def _turns(self) -> dict[int, int] | None:
         """Who may decode where the budget is less than one token for each that could; None: everybody."""
         decoding = [r for r in self._running if r.num_known - r.num_computed == 1 and not _is_ending(r)]
         if len(decoding) <= self._budget:
             return None
-        self._plan.turn_ns = self._now_ns
-        return choose_turns(decoding, self._budget, self._knobs)
+        self._plan.turns = choose_turns(decoding, self._budget, self._knobs, self._now_ns)
+        return self._plan.turns
 
     def _continue_prefills(self) -> None:
         """Running requests that lack several tokens, oldest first."""

@@ -248,7 +248,7 @@ class Scheduler:
     def advance(self, plan: StepPlan) -> None:
         """Note that a plan is launched: tokens are held, and full blocks may be reused from now on."""
         pool, keep, size, kv = self.pool, self.knobs.prefix_cache, self.pool.block_size, self.kv
-        windowed, turn_ns = kv.window is not None, plan.turn_ns
+        windowed, turns = kv.window is not None, plan.turns
         for scheduled in plan.scheduled:
             request, count = scheduled.request, scheduled.num_new
             start = request.num_computed
@@ -260,8 +260,8 @@ class Scheduler:
                 request.recompute_tokens += scheduled.recompute
             if end > request.high_water:
                 request.high_water = end
-            if turn_ns is not None:
-                request.served_ns = turn_ns
+            if turns is not None:
+                request.served_ns = turns.get(request.rid, request.served_ns)
             if keep and end // size > request.num_keyed:
                 self._keep_full_blocks(request)
             if windowed and (first := kv.lead(start)) < kv.lead(end):
