@@ -399,7 +399,7 @@ class EngineCore:
             return
         if proposal.mode != "step":
             self._pulse.set_phase("applying")
-            self._flush()
+        self._flush()  # what there is was computed under the old configuration
         reconfigure.carry_out(self, proposal, now_ns)
         self._pulse.blocks_changed(show_at_once=True)
         if self.phase == "applying":

@@ -309,9 +309,8 @@ def _drop(plan: StepPlan, rows: list[ScheduledRequest]) -> None:
 
 
 def _absorb(plan: StepPlan, other: StepPlan) -> None:
-    """Add what planning ``other`` did to ``plan``: what it admitted, preempted and found."""
+    """Add what planning ``other`` did to ``plan``: whom it preempted and what it found."""
     plan.preemptions += other.preemptions
-    plan.admitted += other.admitted
     plan.query_tokens += other.query_tokens
     plan.hit_tokens += other.hit_tokens
     plan.host_hit_tokens += other.host_hit_tokens

@@ -675,15 +675,18 @@ def test_stopping_ends_what_is_live(model: LoadedModel) -> None:
     assert {engine.heard.done[rid].finish for rid in rids} == {"cancelled"}
 
 
-def test_everything_at_once_from_several_threads(model: LoadedModel) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_everything_at_once_from_several_threads(model: LoadedModel, overlap: bool) -> None:
     """Submits, cancels and flips while the loop runs: each request ends once and with its own tokens, the
-    ledger, checked in every step, stays whole, and nothing is left."""
+    ledger, checked in every step, stays whole, and nothing is left. Every third request has stop strings,
+    which are found on the delivery thread while the engine goes on."""
     prompts = [prompt(n % 5, 10 + 7 * (n % 5)) for n in range(5)]
-    sampling = Sampling(max_tokens=10, ignore_eos=True)
-    expected = Engine(model).generate(prompts, sampling)
-    engine = Engine(model, pool_tokens=320)
+    plain = Sampling(max_tokens=10, ignore_eos=True)
+    samplings = [plain, plain, Sampling(max_tokens=10, ignore_eos=True, stop=["a", "e", "t"])]
+    expected = [Engine(model).generate(prompts, sampling) for sampling in samplings]
+    engine = Engine(model, pool_tokens=320, overlap=overlap, swap_space_gib=0.001)
     core, stop = engine.core, threading.Event()
-    submitted: dict[int, int] = {}
+    submitted: dict[int, tuple[int, int]] = {}
     cancelled: set[int] = set()
     loop = threading.Thread(target=core.run, args=(stop,))
     loop.start()
@@ -693,8 +696,8 @@ def test_everything_at_once_from_several_threads(model: LoadedModel) -> None:
         for n in range(60):
             which = (first + n) % 5
             rid = core.new_rid()
-            submitted[rid] = which
-            core.submit(Request(rid, prompts[which], sampling, priority=n % 3, stream=n % 2 == 0))
+            submitted[rid] = n % 3, which
+            core.submit(Request(rid, prompts[which], samplings[n % 3], priority=n % 3, stream=n % 2 == 0))
             if rng.random() < 0.2:
                 cancelled.add(rid)
                 core.cancel([rid])
@@ -706,7 +709,8 @@ def test_everything_at_once_from_several_threads(model: LoadedModel) -> None:
         flips: list[dict[str, Any]] = [
             {"block_size": 4}, {"block_size": 16, "prefix_cache": False}, {"kv_allocation": "contiguous"},
             {"prefix_cache": True, "policy": "priority"}, {"kv_allocation": "paged", "attention": "naive"},
-            {"attention": "sdpa"},
+            {"attention": "sdpa"}, {"overlap": not overlap}, {"overlap": overlap}, {"preemption": "swap"},
+            {"preemption": "recompute"}, {"kv_host_gib": 0.001}, {"batched_detokenize": True},
             {"batching": "static", "prefill_chunk_tokens": 5}, {"batching": "continuous", "policy": "fcfs"},
         ]  # fmt: skip
         for _ in range(25):
@@ -728,20 +732,23 @@ def test_everything_at_once_from_several_threads(model: LoadedModel) -> None:
     assert core.phase == "stopping", core.state().reason
     assert set(engine.heard.done) == set(submitted)
     for rid, done in engine.heard.done.items():
-        want = expected[submitted[rid]]
+        sampling, which = submitted[rid]
+        want = expected[sampling][which]
         if done.finish == "cancelled":
             assert rid in cancelled
             assert engine.ids(rid) == want[: len(engine.ids(rid))]
         else:
-            assert (done.finish, engine.ids(rid)) == ("length", want)
+            assert (done.finish in ("length", "stop"), engine.ids(rid)) == (True, want)
+    assert {"length", "stop"} <= {done.finish for done in engine.heard.done.values()}
     assert len([a for a in engine.heard.applies if a.result == "ok"]) >= 3
     assert core.scheduler.pool.num_used == 0
     assert not core.answers.live
 
 
-def test_many_short_requests_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_many_short_requests_leave_nothing_behind(overlap: bool) -> None:
     """B07: memory stays flat over thousands of requests, and all that is kept by request is empty at idle."""
-    engine = Engine(load(tiny_folder("llama", num_hidden_layers=1)), pool_tokens=512)
+    engine = Engine(load(tiny_folder("llama", num_hidden_layers=1)), pool_tokens=512, overlap=overlap)
     core = engine.core
 
     def burst(count: int) -> None:

@@ -87,6 +87,29 @@ def test_without_overlap_the_stages_lie_within_their_step(model: LoadedModel) ->
         assert stages <= step.dur_us + 5
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_alone_has_what_all_steps_took(model: LoadedModel, overlap: bool) -> None:
+    """Its stages are the sums of the steps'; the tokens computed twice have their share of the passes."""
+    engine = Engine(model, overlap=overlap, prefix_cache=False)
+    rid = engine.submit(prompt(1, 50), Sampling(max_tokens=20, ignore_eos=True))
+    for _ in range(8):
+        engine.core.step()
+    core = engine.core
+    core.answers.note_preempted([core.scheduler.preempt(core.scheduler.running[0], core.clock_ns())])
+    engine.run()
+    row, steps = engine.heard.done[rid].row, engine.heard.steps
+    for stage in ("plan_us", "prepare_us", "forward_us", "sample_us", "recompute_us"):
+        total = sum(getattr(step, stage) for step in steps)
+        if stage != "recompute_us" and overlap:  # the preemption cut it off from the step in flight
+            assert 0 < getattr(row, stage) <= total + len(steps)
+        else:
+            assert getattr(row, stage) == pytest.approx(total, abs=len(steps) + 1)
+    assert row.recompute_us > 0
+    assert row.recompute_tok == sum(step.recompute_tok for step in steps) == row.lost_tok
+    assert row.forward_us > row.recompute_us
+    assert row.preempt_reason == "blocks"
+
+
 def test_a_step_is_staged_while_one_computes(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each computation waits until the next step was prepared, which without overlap would wait for ever."""
     engine = Engine(model, overlap=True)
