@@ -70,9 +70,11 @@ class KVCache:
         device: torch.device,
         kv_dtype: str = "model",
         scales: KVScales | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> KVCache:
         """Allocate the pool of a model in ``dtype``, whose keys and values are held in ``kv_dtype``.
 
+        Attention over quantized keys and values works in ``compute_dtype``, by default that of the model.
         ValueError for sizes below 1 or an unknown kv_dtype, `KVScalesError` if it needs scales and not all
         are there, MemoryError with the size if it does not fit.
         """
@@ -81,13 +83,13 @@ class KVCache:
                 f"a KV pool needs at least 1 block of 1 token, got {num_blocks} blocks of {block_size} tokens"
             )
         storage = storage_dtype(kv_dtype, dtype)
-        quantizer = None
+        quantizer, compute = None, dtype
         if kv_dtype != "model":
             if scales is None:
                 raise KVScalesError(f"kv_dtype {kv_dtype} needs scales, and none were given")
             scales.check(spec)
-            group = spec.num_heads // spec.num_kv_heads
-            quantizer = KVQuantizer.of(scales, group=group, storage=storage, compute=dtype, device=device)
+            group, compute = spec.num_heads // spec.num_kv_heads, compute_dtype or dtype
+            quantizer = KVQuantizer.of(scales, group=group, storage=storage, compute=compute, device=device)
         shape = (num_blocks * block_size, spec.num_kv_heads, spec.head_dim)
         per_block = kv_bytes_per_block(spec, block_size, storage)
         held = torch.uint8 if storage == torch.float8_e4m3fn else storage
@@ -99,7 +101,7 @@ class KVCache:
                 f"no memory for a KV pool of {num_blocks} blocks of {block_size} tokens "
                 f"({num_blocks * per_block / 2**30:.2f} GiB on {device}); ask for fewer blocks"
             ) from error
-        return cls(num_blocks, block_size, storage, dtype, device, k, v, per_block, quantizer)
+        return cls(num_blocks, block_size, storage, compute, device, k, v, per_block, quantizer)
 
     @staticmethod
     def max_blocks(budget_bytes: int, spec: ModelSpec, *, block_size: int, dtype: torch.dtype) -> int:

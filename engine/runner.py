@@ -136,6 +136,8 @@ class ModelRunner:
             device=self.device,
             kv_dtype=kv_dtype,
             scales=scales,
+            # 8-bit numbers have to be widened anyway, and then to what the products around them are best in.
+            compute_dtype=self.decoder.activation_dtype,
         )
         self._kv_dtype = kv_dtype
         self._host.keep_fitting(self.kv)
@@ -298,7 +300,8 @@ class ModelRunner:
             prepared = self.prepare([row])
             prepared.fill()
             with torch.inference_mode():
-                yield self._forward(prepared, None)
+                logits = self._forward(prepared, None)
+            yield logits
             row.num_computed += row.num_new
 
     def _forward(self, prepared: Prepared, wanted: Tensor | None) -> Tensor:

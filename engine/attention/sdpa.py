@@ -6,8 +6,8 @@ no key is repeated. Rows of very different lengths are split into buckets, for p
 tokens do. Rows with several new tokens (prefill, chunks) run one by one; without earlier context they read
 their keys straight from the step's tensors.
 
-Products run in the model's dtype. Quantized blocks are gathered as they are stored and read into that, bucket
-by bucket, while they are still in a CPU's caches.
+Products run in the pool's ``compute_dtype``. Quantized blocks are gathered as they are stored and widened to
+it, bucket by bucket, while they are still in a CPU's caches.
 """
 
 from __future__ import annotations
