@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +13,7 @@ import pytest
 import torch
 
 from engine.attention import sdpa
-from engine.plan import ScheduledRequest
-from engine.request import NO_BLOCK, Request
-from engine.runner import ModelRunner, Prepared
+from engine.runner import ModelRunner
 from ipc.messages import Sampling
 from tests import tiny_models
 from tests.engine.driving import CPU, Driver, logits_at_each_position, prompt, tiny
@@ -151,140 +147,6 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
         assert driver.run([request], COUNT, 7) == [want]
 
 
-@pytest.mark.parametrize("attention", ["naive", "sdpa"])
-@pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_a_position_attends_to_the_last_window_tokens_only(attention: str, chunk: int) -> None:
-    """A33: sliding window 8, blocks of 4; logits at lengths 1 to 20 against transformers' full mask."""
-    loaded, reference = tiny("mistral", sliding_window=8)
-    unlimited, _ = tiny("mistral")
-    assert loaded.spec.sliding_window == 8
-    ids = prompt(20)
-    with torch.inference_mode():
-        want = reference(torch.tensor([ids])).logits[0]
-    driver = Driver(loaded, attention=attention, block_size=4)
-    got = logits_at_each_position(driver, ids, chunk)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
-    # The same weights without the window part from them at the first position that it cuts.
-    free = logits_at_each_position(Driver(unlimited, attention=attention, block_size=4), ids, chunk)
-    torch.testing.assert_close(free[:8], want[:8], rtol=1e-4, atol=1e-3)
-    assert not torch.allclose(free[8], want[8], rtol=1e-3, atol=1e-2)
-
-
-@pytest.mark.parametrize("attention", ["naive", "sdpa"])
-@pytest.mark.parametrize("length", [7, 8, 9, 30])
-def test_greedy_ids_with_a_sliding_window_equal_transformers(attention: str, length: int) -> None:
-    """A33: generating across the window from prompts of W-1, W, W+1 tokens and more."""
-    loaded, reference = tiny("mistral", sliding_window=8)
-    ids = prompt(length)
-    want = tiny_models.greedy(reference, ids, COUNT)
-    for block_size in (1, 4, 16):
-        driver = Driver(loaded, attention=attention, block_size=block_size)
-        assert [driver.generate(ids, COUNT, chunk=chunk) for chunk in (1, 3, 100)] == [want] * 3
-
-
-def test_layers_with_and_without_a_window_in_one_model() -> None:
-    loaded, reference = tiny("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    assert loaded.spec.layer_windows == (None, 8)
-    ids = prompt(30)
-    want = tiny_models.greedy(reference, ids, COUNT)
-    for attention in ("naive", "sdpa"):
-        driver = Driver(loaded, attention=attention, block_size=4)
-        assert [driver.generate(ids, COUNT, chunk=chunk) for chunk in (1, 7, 64)] == [want] * 3
-
-
-@pytest.mark.parametrize("attention", ["naive", "sdpa"])
-@pytest.mark.parametrize(("own", "override", "effective"), [(None, 8, 8), (8, 20, 8), (8, 5, 5), (8, 0, 8)])
-def test_a_window_that_is_set_is_the_smaller_of_both(
-    own: int | None, override: int, effective: int, attention: str
-) -> None:
-    """A33: logits at lengths from 1 over W-1, W, W+1 to 20, and the greedy ids from there on."""
-    loaded, _ = tiny("mistral", sliding_window=own)
-    _, reference = tiny("mistral", sliding_window=effective)
-    ids = prompt(20)
-    with torch.inference_mode():
-        want = reference(torch.tensor([ids])).logits[0]
-    runner = ModelRunner(loaded, device=CPU, dtype=torch.float32, attention=attention, measure=False)
-    runner.set_window(override)
-    assert runner.window == effective
-    for chunk in (1, 5, 64):
-        driver = Driver(loaded, runner=runner, block_size=4)
-        got = logits_at_each_position(driver, ids, chunk)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
-        for length in (effective - 1, effective, effective + 1, 20):
-            start = ids[:length]
-            assert driver.generate(start, COUNT, chunk=chunk) == tiny_models.greedy(reference, start, COUNT)
-
-
-def test_a_window_is_set_and_taken_back_layer_by_layer() -> None:
-    loaded, reference = tiny("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    ids = prompt(30)
-    want = tiny_models.greedy(reference, ids, COUNT)
-    driver = Driver(loaded, block_size=4)
-    runner = driver.runner
-    assert runner.window is None  # the first layer sees everything
-    whole = driver.step((driver.request(ids), 30)).kv_bytes
-    runner.set_window(6)
-    assert (runner.window, runner.kv) == (6, None)
-    driver = Driver(loaded, runner=runner, block_size=4)
-    assert driver.generate(ids, COUNT) != want
-    request = driver.request(ids)
-    driver.step((request, 30))
-    token = loaded.spec.kv_bytes_per_token(torch.float32)
-    assert driver.step((request, 1)).kv_bytes == 7 * token  # 6 read, 1 written
-    runner.set_window(0)
-    driver = Driver(loaded, runner=runner, block_size=4)
-    assert driver.generate(ids, COUNT) == want
-    assert driver.step((driver.request(ids), 30)).kv_bytes == whole
-    runner.set_window(0)
-    assert runner.kv is not None  # nothing changed, so nothing was lost
-    with pytest.raises(ValueError, match="sliding_window is -1"):
-        runner.set_window(-1)
-
-
-@pytest.mark.parametrize("attention", ["naive", "sdpa"])
-@pytest.mark.parametrize("chunk", [1, 3, 7])
-@pytest.mark.parametrize("windows", ["all layers", "one of two"])
-def test_blocks_that_left_every_window_are_never_touched(windows: str, chunk: int, attention: str) -> None:
-    """A33: they are given up as soon as they may be, and all memory that is not the request's is NaN."""
-    if windows == "all layers":
-        loaded, reference = tiny("mistral", sliding_window=8)
-        runner = ModelRunner(loaded, device=CPU, dtype=torch.float32, attention=attention, measure=False)
-    else:  # the smaller window lets nothing go that the larger one sees
-        loaded, _ = tiny("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-        runner = ModelRunner(loaded, device=CPU, dtype=torch.float32, attention=attention, measure=False)
-        runner.set_window(12)
-    ids = prompt(30)
-    driver = Driver(loaded, runner=runner, block_size=4)
-    want = (
-        tiny_models.greedy(reference, ids, COUNT)
-        if windows == "all layers"
-        else driver.generate(ids, COUNT, chunk=chunk)
-    )
-    kv, window = runner.kv, runner.window
-    assert kv is not None
-    assert window is not None
-    request, given_up = driver.request(ids), 0
-    while request.num_output < COUNT:
-        table = request.block_table
-        for block in range(max(0, request.num_computed + 1 - window) // 4):
-            given_up += table[block] != NO_BLOCK
-            table[block] = NO_BLOCK
-        new = min(chunk, request.num_tokens - request.num_computed)
-        while len(table) * 4 < request.num_computed + new:
-            table.append(driver.free.pop())
-            for paged in kv.paged:
-                paged[table[-1]] = 0
-        others = torch.tensor([b for b in range(kv.num_blocks) if b not in table])
-        for paged in kv.paged:
-            paged[others] = math.nan
-        driver.step((request, new))
-    assert request.output_ids == want
-    assert given_up >= (30 + COUNT - window) // 4 - 1
-    request.block_table[: (request.num_computed + 1 - window) // 4 + 1] = [NO_BLOCK] * (given_up + 1)
-    with pytest.raises(ValueError, match=r"attends to positions from \d+ on, but its block \d+ was given up"):
-        driver.step((request, 1))
-
-
 def test_the_attention_backend_can_change_between_two_steps() -> None:
     loaded, reference = tiny("llama")
     ids = prompt(30)
@@ -297,121 +159,6 @@ def test_the_attention_backend_can_change_between_two_steps() -> None:
     with pytest.raises(ValueError, match=r"unknown attention backend 'warp'; there are naive, sdpa"):
         driver.runner.set_attention("warp")
     assert driver.runner.attention_name == ("naive", "sdpa")[(COUNT - 1) % 2]
-
-
-def overlapped(driver: Driver, requests: list[Request], count: int, chunk: int) -> list[list[int]]:
-    """Generate with each step prepared while the one before is held up in the middle of its forward pass."""
-    runner = driver.runner
-    forward = runner.decoder.forward
-    entered, prepared_next = threading.Event(), threading.Event()
-
-    def held_up(*args: Any) -> torch.Tensor:
-        entered.set()
-        assert prepared_next.wait(60)
-        return forward(*args)
-
-    def prepare() -> tuple[list[ScheduledRequest], Prepared] | None:
-        rows = []
-        for r in requests:
-            new = min(chunk, r.num_known - r.num_computed)
-            if r.num_known - r.num_prompt < count or r.num_computed < r.num_known - 1:
-                rows.append(ScheduledRequest(r, new))
-                while len(r.block_table) * driver.block_size < r.num_computed + new:
-                    r.block_table.append(driver.free.pop())
-        return (rows, runner.prepare(rows)) if rows else None
-
-    runner.decoder.forward = held_up  # type: ignore[method-assign]
-    with ThreadPoolExecutor(1) as worker:
-        staged = prepare()
-        while staged is not None:
-            rows, step = staged
-            step.fill()
-            for row in rows:
-                row.request.num_computed += row.num_new
-                row.request.num_pending = int(row.request.num_computed == row.request.num_known)
-            entered.clear()
-            prepared_next.clear()
-            running = worker.submit(runner.compute, step)
-            assert entered.wait(60)
-            staged = prepare()
-            prepared_next.set()
-            for row, token in zip(rows, running.result().token_ids, strict=True):
-                row.request.num_pending = 0
-                if token is not None:
-                    row.request.token_ids.append(token)
-    runner.decoder.forward = forward  # type: ignore[method-assign]
-    return [r.output_ids for r in requests]
-
-
-@pytest.mark.parametrize("attention", ["naive", "sdpa"])
-@pytest.mark.parametrize("kv_dtype", ["model", "fp8_e4m3"])
-def test_preparing_a_step_while_another_computes_changes_nothing(kv_dtype: str, attention: str) -> None:
-    """Newest tokens are put in place late; penalties and shared scratch memory stay those of the step."""
-    loaded, _ = tiny("llama")
-    samplings = [
-        Sampling(),
-        Sampling(temperature=1.0, seed=3, repetition_penalty=1.3, frequency_penalty=0.5),
-        Sampling(temperature=0.8, seed=4, top_k=20),
-        Sampling(presence_penalty=1.5),
-    ]
-    prompts = [prompt(n, seed=9) for n in (3, 120, 40, 75)]
-
-    def driver() -> Driver:
-        runner = ModelRunner(
-            loaded,
-            device=CPU,
-            dtype=torch.float32,
-            attention=attention,
-            measure=False,
-            calibration_ids=prompt(100),
-        )
-        made = Driver(loaded, runner=runner)
-        runner.allocate_kv(256, 16, kv_dtype)
-        return made
-
-    alone = driver()
-    wants = [
-        alone.generate(ids, COUNT, sampling=s, chunk=50) for ids, s in zip(prompts, samplings, strict=True)
-    ]
-    for chunk in (1000, 30):
-        together = driver()
-        requests = [together.request(ids, s) for ids, s in zip(prompts, samplings, strict=True)]
-        assert overlapped(together, requests, COUNT, chunk) == wants
-
-
-def test_a_step_keeps_what_it_was_launched_with() -> None:
-    """A request that loses slot and blocks, or is cut short, while it is computed changes nothing in it."""
-    loaded, _ = tiny("llama")
-    sampling = Sampling(temperature=1.0, seed=3, repetition_penalty=1.5, frequency_penalty=1.0)
-    ids = prompt(20)
-    want = Driver(loaded).generate(ids, 6, sampling=sampling)
-    driver = Driver(loaded)
-    request = driver.request(ids, sampling)
-    driver.run([request], 5)
-    step = driver.runner.prepare([ScheduledRequest(request, 1)])
-    step.fill()
-    request.slot, request.block_table = -1, []
-    del request.token_ids[-3:]
-    assert driver.runner.compute(step).token_ids == want[5:]
-
-
-def test_a_step_that_does_not_belong_is_refused() -> None:
-    loaded, _ = tiny("llama")
-    driver = Driver(loaded)
-    request = driver.request(prompt(20))
-    driver.run([request], 1)
-    request.num_pending = 1
-    row = ScheduledRequest(request, 2)
-    step = driver.runner.prepare([row])
-    with pytest.raises(RuntimeError, match="was not filled"):
-        driver.runner.compute(step)
-    with pytest.raises(ValueError, match="request 1 is in the step, but its token 21 never came"):
-        step.fill()
-    request.token_ids.append(7)
-    step.fill()
-    driver.runner.allocate_kv(256, 16)
-    with pytest.raises(RuntimeError, match="pool was replaced"):
-        driver.runner.compute(step)
 
 
 def _poison(driver: Driver, row: int, value: float) -> None:
