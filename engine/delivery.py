@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from engine.metrics import Meters
 from engine.request import Request
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from engine.answer import Event
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_IDS_A_MESSAGE = 4096
 """Ids of one `Tokens`, so that neither its text nor its bytes exceed what the protocol lets be read."""
@@ -160,13 +162,14 @@ class Outlet:
         else:
             used = count
         self._taken = first + used
-        ids, self._ids = self._ids[:used], self._ids[used:]
-        times, self._times = self._times[:used], self._times[used:]
+        ids, self._ids = _split(self._ids, used)
+        times, self._times = _split(self._times, used)
         logprobs = None
         if request.sampling.logprobs is not None:
-            logprobs, self._logprobs = self._logprobs[:used], self._logprobs[used:]
+            logprobs, self._logprobs = _split(self._logprobs, used)
             if not request.stream or self.ticket is not None:
-                self.kept_logprobs = (self.kept_logprobs or []) + logprobs
+                self.kept_logprobs = self.kept_logprobs or []
+                self.kept_logprobs += logprobs
         if request.stream:
             return [Tokens(rid=request.rid, index=first, ids=ids, text=text, t_ns=times, logprobs=logprobs)]
         self._parts.append(text)
@@ -188,6 +191,11 @@ class Outlet:
         self._unwatched = False
         more, used = detokenizer.feed(ids[unwatched:])
         return text + more, unwatched + used
+
+
+def _split(items: list[T], count: int) -> tuple[list[T], list[T]]:
+    """The first ``count`` and the rest; nearly always that is all and none."""
+    return (items, []) if count == len(items) else (items[:count], items[count:])
 
 
 class Delivery:
