@@ -130,8 +130,8 @@ class HostMemory:
     """The arenas of one pool, and the copies between them and it."""
 
     def __init__(self, device: torch.device, *, check: bool = False, lane: Lane | None = None) -> None:
-        self._device = device
         self._check = check
+        self._staged = device.type == "cuda"  # through staging memory, in transfers of whole blocks
         self._lane: Lane = lane or (StreamLane(device) if device.type == "cuda" else InlineLane())
         self._arenas: dict[Arena, HostArena] = {}
 
@@ -204,7 +204,7 @@ class HostMemory:
 
     def _out(self, copy: Copy, arena: HostArena, kv: KVCache) -> None:
         for blocks, host_blocks in self._pieces(copy, kv):
-            if self._device.type == "cuda":
+            if self._staged:
                 staging = _Staging()
                 self._lane.submit(partial(staging.gather, kv, blocks))
                 self._lane.mark()
@@ -218,7 +218,7 @@ class HostMemory:
     def _in(self, copy: Copy, arena: HostArena, kv: KVCache) -> None:
         if self._check:
             self._lane.host(partial(arena.verify, copy.host_blocks))
-        load = _from_host if self._device.type == "cuda" else _load
+        load = _from_host if self._staged else _load
         for blocks, host_blocks in self._pieces(copy, kv):
             self._lane.submit(partial(load, kv, blocks, arena, host_blocks))
             self._lane.mark()

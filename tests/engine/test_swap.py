@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.kv_cache import KVCache
+from engine.kv_scales import KVScales
 from engine.plan import Copy, ScheduledRequest, StepPlan
 from engine.request import Request
 from engine.swap import CopyFailed, HostMemory
@@ -21,10 +22,19 @@ from tests.engine.driving import CPU, Driver, prompt, tiny
 BLOCKS = 12
 
 
-def pool(dtype: torch.dtype = torch.float32) -> KVCache:
+def pool(kv_dtype: str = "model") -> KVCache:
     """A small pool of random content."""
     spec = tiny("llama")[0].spec
-    kv = KVCache.allocate(spec, num_blocks=BLOCKS, block_size=4, dtype=dtype, device=CPU)
+    ones = torch.ones(spec.num_layers, spec.num_kv_heads)
+    kv = KVCache.allocate(
+        spec,
+        num_blocks=BLOCKS,
+        block_size=4,
+        dtype=torch.float32,
+        device=CPU,
+        kv_dtype=kv_dtype,
+        scales=KVScales(ones, ones),
+    )
     for layer in kv.paged:
         layer.view(torch.uint8).random_()
     return kv
@@ -40,11 +50,13 @@ def run(host: HostMemory, kv: KVCache, *copies: Copy) -> int:
 
 
 @pytest.mark.parametrize("check", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_are_made_in_their_order_and_lose_no_byte(dtype: torch.dtype, check: bool) -> None:
+@pytest.mark.parametrize("staged", [False, True], ids=["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("kv_dtype", ["model", "int8", "fp8_e4m3"])
+def test_copies_are_made_in_their_order_and_lose_no_byte(kv_dtype: str, staged: bool, check: bool) -> None:
     """Out, in, and out again over the same blocks: each copy sees what the one before left."""
-    kv = pool(dtype)
+    kv = pool(kv_dtype)
     host = HostMemory(CPU, check=check)
+    host._staged = staged
     host.allocate("swap", 6, kv)
     host.allocate("prefix", 3, kv)
     before = snapshot(kv)
@@ -66,10 +78,12 @@ def test_copies_are_made_in_their_order_and_lose_no_byte(dtype: torch.dtype, che
     assert torch.equal(snapshot(kv), want)
 
 
-def test_a_large_copy_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_large_copy_goes_in_pieces(staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = pool()
     monkeypatch.setattr("engine.swap.STAGING_BYTES", 3 * kv.bytes_per_block)
     host = HostMemory(CPU, check=True)
+    host._staged = staged
     host.allocate("swap", BLOCKS, kv)
     before = snapshot(kv)
     there, back = list(range(BLOCKS)), list(reversed(range(BLOCKS)))
