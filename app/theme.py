@@ -88,7 +88,7 @@ DARK = Tokens(
     kv_free="#2d343d", kv_cached="#3d6a8a", kv_used="#56b4e9", kv_shared="#e69f00",
     kv_reserved="#5d6673", kv_host="#8b70a8", kv_swapped="#cc79a7", seat="#272d36",
     stage_forward="#56b4e9", stage_linear="#3585b8", stage_attention="#9bd4f5", stage_head="#2a6a96",
-    stage_rest="#c9e6f7", stage_copy="#8b70a8", stage_sample="#e0a3c6", stage_prepare="#b87a00",
+    stage_rest="#c9e6f7", stage_copy="#b9a3d6", stage_sample="#a8508a", stage_prepare="#b87a00",
     stage_plan="#f0c24a", stage_publish="#a05a2c", stage_other="#8a929e",
     stage_overlap="#d99a1f", stage_tokenize="#007f5c", stage_detokenize="#4fc3a1", stage_send="#00694c",
 )  # fmt: skip
@@ -102,7 +102,7 @@ LIGHT = Tokens(
     kv_free="#e3e8ed", kv_cached="#a9c9e0", kv_used="#0072b2", kv_shared="#c98500",
     kv_reserved="#b6bec8", kv_host="#8e74ad", kv_swapped="#a8508a", seat="#e9edf1",
     stage_forward="#0072b2", stage_linear="#3d8fc4", stage_attention="#0a4f7d", stage_head="#7db8dc",
-    stage_rest="#05324f", stage_copy="#8e74ad", stage_sample="#7a3263", stage_prepare="#c98500",
+    stage_rest="#05324f", stage_copy="#8e74ad", stage_sample="#d193bd", stage_prepare="#c98500",
     stage_plan="#7a5000", stage_publish="#d99c6c", stage_other="#6d7682",
     stage_overlap="#b07a10", stage_tokenize="#004d38", stage_detokenize="#4aa98a", stage_send="#00664a",
 )  # fmt: skip

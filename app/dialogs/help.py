@@ -12,6 +12,8 @@ from app import __version__, theme
 from app.console import Console
 from app.i18n import N_, tr, tr_later
 from app.panels.kpi_strip import TILES
+from app.panels.stages import STACKED
+from app.panels.timeline import RECOMPUTE_TAX, SEATS_BUSY
 from app.widgets.basic import button, column, label, row
 from app.widgets.command_palette import title_of
 
@@ -29,6 +31,9 @@ MORE = (
     ),
     (N_("Grey bands"), N_("Telemetry was lost or the engine was away: nothing is known there.")),
     (N_("Waste"), N_("Token places in used blocks that hold no token.")),
+    (N_("Stages"), STACKED),
+    (N_("Seats busy"), SEATS_BUSY),
+    (N_("Recompute tax"), RECOMPUTE_TAX),
 )
 
 

@@ -26,7 +26,7 @@ class Column:
     tip: str
     text: Callable[[RequestView], str]
     right: bool = True
-    width: int = 84
+    width: int = 76
     cell_tip: Callable[[SessionModel, RequestView], str] | None = None  # of one cell, may be empty
 
 
@@ -50,7 +50,9 @@ def _preempted(view: RequestView) -> str:
     waited = seconds(row.preempted_us / 1e6)
     if not row.swap_n:
         return tr("{n} ({time})").format(n=row.preempt_n, time=waited)
-    return tr("{n} ({swaps} swapped, {time})").format(n=row.preempt_n, swaps=row.swap_n, time=waited)
+    if row.swap_n == row.preempt_n:
+        return tr("{n} (swap, {time})").format(n=row.preempt_n, time=waited)
+    return tr("{n} ({swaps} swap, {time})").format(n=row.preempt_n, swaps=row.swap_n, time=waited)
 
 
 REASONS = {
@@ -133,18 +135,18 @@ COLUMNS: tuple[Column, ...] = (
         N_("waiting, prefill, decode, preempted; or how it ended."),
         state_text,
         right=False,
-        width=118,
+        width=112,
         cell_tip=_state_tip,
     ),
-    Column(N_("Prompt"), N_("Tokens of the prompt."), lambda v: str(count(v.row.prompt_tok)), width=64),
+    Column(N_("Prompt"), N_("Tokens of the prompt."), lambda v: str(count(v.row.prompt_tok)), width=60),
     Column(
         N_("Cached"),
         N_("Prompt tokens found in the prefix cache at first admission."),
         _cached,
-        width=86,
+        width=76,
         cell_tip=_cached_tip,
     ),
-    Column(N_("Output"), N_("Tokens generated so far."), lambda v: str(count(v.row.output_tok)), width=64),
+    Column(N_("Output"), N_("Tokens generated so far."), lambda v: str(count(v.row.output_tok)), width=60),
     Column(
         N_("Queue"),
         N_("From arrival to the first step that worked on it."),
@@ -166,7 +168,7 @@ COLUMNS: tuple[Column, ...] = (
         N_("Revision"),
         N_("The configuration revisions under which it ran, first to last."),
         _revision,
-        width=76,
+        width=68,
     ),
 )
 

@@ -240,13 +240,13 @@ class StageTable(QAbstractTableModel):
             name = tr_later(spec.title)
             return f"    {name}" if spec.key in FORWARD_PARTS else name
         if at == 1:
-            return milliseconds(self._now.get(spec.key)).value
+            return _ms(self._now.get(spec.key))
         times, which = (self._steps, at - STEP) if at < REQUEST else (self._requests, at - REQUEST)
         if which == 2:
             return _share(times, spec.key)
         if spec.key == WHOLE:
-            return milliseconds(times.total_std_s if which else times.total_mean_s).value
-        return milliseconds((times.std_s if which else times.mean_s).get(spec.key)).value
+            return _ms(times.total_std_s if which else times.total_mean_s)
+        return _ms((times.std_s if which else times.mean_s).get(spec.key))
 
     def headerData(
         self, section: int, orientation: Qt.Orientation, role: int = Qt.ItemDataRole.DisplayRole
@@ -261,6 +261,11 @@ class StageTable(QAbstractTableModel):
             side = Qt.AlignmentFlag.AlignRight if section else Qt.AlignmentFlag.AlignLeft
             return side | Qt.AlignmentFlag.AlignVCenter
         return None
+
+
+def _ms(value_s: float | None) -> str:
+    """In ms. The engine counts whole microseconds: far below one, only rounding is left."""
+    return milliseconds(None if value_s is None else round(value_s, 8)).value
 
 
 def _share(times: StageTimes, key: str) -> str:

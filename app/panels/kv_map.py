@@ -45,7 +45,7 @@ NAMES = {
         N_("Of a preempted request, kept in host memory until it is back in the batch."),
     ),
 }
-POOL = (BLOCK_USED, BLOCK_CACHED, BLOCK_FREE, BLOCK_SHARED, BLOCK_RESERVED)
+POOL = (BLOCK_USED, BLOCK_SHARED, BLOCK_CACHED, BLOCK_FREE, BLOCK_RESERVED)
 HOST = (BLOCK_HOST, BLOCK_SWAPPED, BLOCK_FREE)
 LIVE = (BLOCK_USED, BLOCK_SHARED, BLOCK_RESERVED)
 
@@ -53,24 +53,24 @@ LIVE = (BLOCK_USED, BLOCK_SHARED, BLOCK_RESERVED)
 class Legend(QWidget):
     """The states of a map with their counts, those of ``optional`` only while there are any."""
 
-    def __init__(self, states: Sequence[int], optional: Sequence[int] = ()) -> None:
+    def __init__(self, states: Sequence[int], columns: int, optional: Sequence[int] = ()) -> None:
         super().__init__()
         self._optional = optional
-        self.counts = {state: label("0") for state in states}
+        self.counts = {state: label("0", "count") for state in states}
         self._entries: dict[int, QWidget] = {}
         grid = QGridLayout(self)
         grid.setContentsMargins(0, 0, 0, 0)
-        grid.setHorizontalSpacing(10)
-        grid.setVerticalSpacing(2)
+        grid.setHorizontalSpacing(8)
+        grid.setVerticalSpacing(1)
         for i, state in enumerate(states):
             name, tip = NAMES[state]
             entry = QWidget()
             swatch = Swatch(STATE_TOKENS[state])
-            entry.setLayout(row(swatch, label(tr_later(name), "dim"), self.counts[state], None, spacing=5))
+            entry.setLayout(row(swatch, label(tr_later(name), "small"), self.counts[state], None, spacing=4))
             set_tip(entry, tr_later(tip))
             entry.setVisible(state not in optional)
             self._entries[state] = entry
-            grid.addWidget(entry, i // 3, i % 3)
+            grid.addWidget(entry, i // columns, i % columns)
 
     def show_counts(self, counts: Sequence[int]) -> None:
         """Blocks by state."""
@@ -88,16 +88,17 @@ class KvMapPanel(QWidget):
         super().__init__()
         self._console = console
         self._shown_t_s = -1.0
+        self._pool = ""  # what the pool is made of, in words
         self.map = BlockMap()
         self.map.setAccessibleName(tr("Map of the KV blocks"))
         self.map.describe = self.describe
         self.map.picked.connect(self._on_picked)
-        self.host_map = BlockMap()
+        self.host_map = BlockMap(32)
         self.host_map.setAccessibleName(tr("Map of the blocks in host memory"))
         self.host_map.describe = lambda block: self.describe(block + self.map.num_blocks)
         self.host_map.picked.connect(self._on_host_picked)
-        self.legend, self.host_legend = Legend(POOL, (BLOCK_RESERVED,)), Legend(HOST)
-        self.owner = ElidedLabel(tr("Point at a block to see its owner; click to pick it."), "small")
+        self.legend, self.host_legend = Legend(POOL, 4, (BLOCK_RESERVED,)), Legend(HOST, 3)
+        self.owner = ElidedLabel("", "small")
         self.clear = button(tr("Show all"), lambda: console.select(None), "flat")
         self.clear.hide()
         self.host = QWidget()
@@ -148,8 +149,6 @@ class KvMapPanel(QWidget):
                 grid.addWidget(part, line, i)
             self.figures[key] = value
             grid.setColumnStretch(i, 1)
-        self.pool = ElidedLabel("", "small")
-        grid.addWidget(self.pool, 2, 0, 1, 3)
         return grid
 
     def refresh(self) -> None:
@@ -202,7 +201,7 @@ class KvMapPanel(QWidget):
         parts = [tr("keys and values in {dtype}").format(dtype=state.kv_dtype)] if state.kv_dtype else []
         if state.kv_bytes:
             parts.append(tr("pool {size}").format(size=data(state.kv_bytes)))
-        self.pool.set_full_text(" · ".join(parts))
+        self._pool = " · ".join(parts)
         host = []
         if state.host_kv_bytes:
             host.append(tr("prefixes {size}").format(size=data(state.host_kv_bytes)))
@@ -229,7 +228,7 @@ class KvMapPanel(QWidget):
         )
         owner = int(blocks.owner[block])
         if owner:
-            lines.append(tr("owner: request {rid}").format(rid=owner))
+            lines.append(tr("owner: request {rid}; click to pick it").format(rid=owner))
         return plain_tip("\n".join(lines))
 
     @Slot(object)
@@ -260,7 +259,7 @@ class KvMapPanel(QWidget):
         rid = self._console.selected_rid
         self.clear.setVisible(rid is not None)
         if rid is None:
-            self.owner.set_full_text(tr("Point at a block to see its owner; click to pick it."))
+            self.owner.set_full_text(self._pool)
         else:
             number = len(self._console.session.blocks_of(rid))
             self.owner.set_full_text(tr("Request {rid} owns {n} blocks.").format(rid=rid, n=number))

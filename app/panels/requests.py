@@ -109,6 +109,7 @@ class RequestsPanel(QWidget):
 
     @Slot(object)
     def _on_selected(self, rid: int | None) -> None:
+        self.model.refresh()  # while another page is in front, nothing else does
         line = None if rid is None else self.model.line_of(rid)
         if line is None:
             self.table.clearSelection()
@@ -116,6 +117,7 @@ class RequestsPanel(QWidget):
         index = self.proxy.mapFromSource(self.model.index(line, 0))
         if index.isValid() and not self.table.selectionModel().isRowSelected(index.row(), index.parent()):
             self.table.selectRow(index.row())
+            self.table.scrollTo(index)
 
     @Slot(QPoint)
     def _menu(self, at: QPoint) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from PySide6.QtCore import QSize, Qt, Signal, Slot
 from PySide6.QtWidgets import QAbstractItemView, QHeaderView, QTableView, QWidget
 
-from app.i18n import tr, tr_later
+from app.i18n import N_, tr, tr_later
 from app.model.knobs import KnobStatus
 from app.model.stage_table import ROW_HEIGHT, STAGES, WHOLE, StageTable
 from app.panels.view import ChartView, Follower
@@ -15,6 +15,11 @@ from app.widgets.chart_header import SeriesSpec
 from app.widgets.stack_plot import Layer, StackPlot
 from app.widgets.toggle import ToggleSwitch
 
+STACKED = N_(
+    "The time of a step, stage upon stage, mean of the steps of each half second. Above the line: "
+    "exposed, what the engine waited for. Below it: hidden, what was done meanwhile, under a forward "
+    "pass (overlap) or in the threads of text and sockets."
+)
 SPLIT_KNOB = "forward_timing"
 # Layers from the line outwards, and the column of the session's timeline that each shows.
 ABOVE = {
@@ -48,11 +53,7 @@ class StageChart(StackPlot):
             format_value=lambda v: str(seconds(v)), unit=tr("ms a step"), link=view.link, card=False,
         )  # fmt: skip
         self.header.title.hide()
-        tip = tr(
-            "The time of a step, stage upon stage, mean of the steps of each half second. Above the line: "
-            "exposed, what the engine waited for. Below it: hidden, what was done meanwhile, under a forward "
-            "pass (overlap) or in the threads of text and sockets."
-        )
+        tip = tr_later(STACKED)
         set_tip(self.header, tip)
         self.setAccessibleDescription(tip)
         self._view = view

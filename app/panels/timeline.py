@@ -6,7 +6,7 @@ import numpy as np
 from PySide6.QtCore import Signal, Slot
 from PySide6.QtWidgets import QStackedLayout, QWidget
 
-from app.i18n import tr
+from app.i18n import N_, tr, tr_later
 from app.model.request_table import preemption_lines, state_text
 from app.model.seats import DECODE, IN_QUEUE, PREFILL, RECOMPUTE, SWAPPED, WAITING
 from app.panels.view import ChartView, Follower
@@ -16,6 +16,15 @@ from app.widgets.chart_header import SeriesSpec
 from app.widgets.empty_state import EmptyState
 from app.widgets.seat_plot import Lanes, SeatPlot
 
+SEATS_BUSY = N_(
+    "Mean of the requests that ran, over the steps of the shown time and weighted by how long each took, of "
+    "the seats that “Running requests” allows. A static batch leaves seats empty until its slowest member "
+    "ends."
+)
+RECOMPUTE_TAX = N_(
+    "Recompute tax: the share of the forward passes' time, by tokens, that went into tokens computed once "
+    "already and lost by a preemption. Over the trailing window."
+)
 _RID_BITS = 40  # a bar's key: the engine's number above, the request's below
 
 
@@ -96,19 +105,12 @@ class TimelinePanel(QWidget):
         self.seats = label("", "small")
         set_tip(
             self.seats,
-            tr(
-                "Mean of the requests that ran, over the steps of the shown time and weighted by how "
-                "long each took, of the seats that “Running requests” allows. A static batch leaves "
-                "seats empty until its slowest member ends."
-            ),
+            tr_later(SEATS_BUSY),
         )
         self.tax = label("", "small")
         set_tip(
             self.tax,
-            tr(
-                "Recompute tax: the share of the forward passes' time, by tokens, that went into tokens "
-                "computed once already and lost by a preemption. Over the trailing window."
-            ),
+            tr_later(RECOMPUTE_TAX),
         )
         self.chart.header.add(self.seats, self.tax)
         self.empty = EmptyState(

@@ -101,10 +101,8 @@ class LaneAxis(ValueAxis):
     def tickValues(self, minimum: float, maximum: float, size: float) -> list[tuple[float, list[float]]]:
         lanes = math.floor(-minimum + 1e-9)
         step = max(1, round(axis_step(lanes, max(1, int(size / 30)))))
-        numbers = [1, *range(step, lanes + 1, step)] if step > 1 else list(range(1, lanes + 1))
-        if len(numbers) > 2 and numbers[1] - numbers[0] < step / 2:
-            del numbers[1]
-        return [(float(step), [0.5 - n for n in numbers] + ([maximum / 2] if self.strip else []))]
+        marks = [0.5 - number for number in range(1, lanes + 1, step)]
+        return [(float(step), [*marks, maximum / 2] if self.strip else marks)]
 
     def tickStrings(self, values: list[float], scale: float, spacing: float) -> TickStrings:
         return [self.strip if value > 0 else str(round(0.5 - value)) for value in values]

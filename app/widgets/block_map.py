@@ -48,8 +48,9 @@ class BlockMap(QAbstractScrollArea):
 
     picked = Signal(object)
 
-    def __init__(self) -> None:
+    def __init__(self, least_height: int = 60) -> None:
         super().__init__()
+        self._least_height = least_height
         self.setFrameShape(QFrame.Shape.NoFrame)
         self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
         self.viewport().setMouseTracking(True)
@@ -70,7 +71,7 @@ class BlockMap(QAbstractScrollArea):
         return QSize(300, 220)
 
     def minimumSizeHint(self) -> QSize:
-        return QSize(140, 60)
+        return QSize(140, self._least_height)
 
     @property
     def num_blocks(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from PySide6.QtCore import Signal, Slot
-from PySide6.QtWidgets import QSizePolicy, QToolButton, QWidget
+from PySide6.QtWidgets import QPushButton, QSizePolicy, QWidget
 
 from app.i18n import tr
 from app.units import count
@@ -73,8 +73,8 @@ class KnobGroup(QWidget):
         self.setVisible(any(found) or not filtered)
 
 
-def _fold_button(text: str, role: str) -> QToolButton:
-    made = QToolButton()
+def _fold_button(text: str, role: str) -> QPushButton:
+    made = QPushButton()
     made.setProperty("role", role)
     made.setCheckable(True)
     made.setAccessibleName(text)

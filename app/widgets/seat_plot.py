@@ -237,7 +237,7 @@ class SeatPlot(TimePlot):
         note = self._note
         if self._cursor_s is not None:
             near = [m.label for m in self._marks if abs(m.t_s - self._cursor_s) < self._span_s / 60]
-            note = " · ".join([relative_time(self._cursor_s), *near[-1:], self._note])
+            note = " · ".join([relative_time(self._cursor_s), *near[-1:]])
         self.header.note.set_full_text(note)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from PySide6.QtGui import QColor, QFontInfo
 from PySide6.QtWidgets import QApplication
 
 from app import theme
+from app.panels.stages import ABOVE, BELOW
 from app.theme import DARK, LIGHT, Tokens, contrast
 
 APP = Path(theme.__file__).parent
@@ -30,6 +32,25 @@ def test_text_is_readable(t: Tokens, name: str, ground: str) -> None:
 def test_lines_and_marks_stand_out(t: Tokens, name: str) -> None:
     """WCAG 2.2 for graphics: 3 to 1."""
     assert contrast(getattr(t, name), t.panel) >= 3.0
+
+
+@pytest.mark.parametrize("t", [DARK, LIGHT], ids=["dark", "light"])
+def test_neighbours_in_the_stack_of_stages_differ_in_lightness(t: Tokens) -> None:
+    """Told apart without hue: by the colour-blind, and in print."""
+    for side in (ABOVE, BELOW):
+        tokens = [getattr(t, f"stage_{key}") for key in side]
+        pairs = [*itertools.pairwise(tokens)]
+        if side is ABOVE:  # a pass is either split or whole, and copies are rare
+            pairs += [(t.stage_forward, t.stage_sample), (t.stage_rest, t.stage_sample)]
+        for one, other in pairs:
+            assert contrast(one, other) >= 1.25, (one, other)
+
+
+@pytest.mark.parametrize("t", [DARK, LIGHT], ids=["dark", "light"])
+def test_an_empty_seat_is_seen_and_stays_behind_the_bars(t: Tokens) -> None:
+    assert 1.05 <= contrast(t.seat, t.panel) <= 1.6
+    for name in ("stage_other", "series_a", "series_b", "alarm", "kv_swapped"):
+        assert contrast(getattr(t, name), t.seat) >= 2.5, name
 
 
 @pytest.mark.parametrize("t", [DARK, LIGHT], ids=["dark", "light"])

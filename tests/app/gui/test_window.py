@@ -189,8 +189,10 @@ def test_waste_is_token_places_without_tokens(window: MainWindow, link: FeedLink
     view.fill[:16] = 8
     link.push(blocks=view)
     beat(window)
-    assert window.kv_map.waste.text().replace("\u00a0", " ") == "waste 25 % · 384 of 512 token places used"
-    assert window.kv_map._counts[2].text() == "16"
+    shown = {key: value.text().replace("\u00a0", " ") for key, value in window.kv_map.figures.items()}
+    assert shown == {"places": "512 tokens", "held": "384 tokens", "waste": "128 · 25 %"}
+    assert window.kv_map.legend.counts[2].text() == "16"
+    assert not window.kv_map.host.isVisible()
 
 
 def test_hidden_panels_cost_nothing(window: MainWindow, link: FeedLink) -> None:
