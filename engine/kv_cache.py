@@ -159,6 +159,16 @@ class KVCache:
         """Keys of each layer, then values of each: views [num_blocks, elements of a block]."""
         return [layer.view(self.num_blocks, -1) for layer in (*self.k, *self.v)]
 
+    @property
+    def words(self) -> list[Tensor]:
+        """The same memory as `paged` in the widest integers that divide a block.
+
+        For copies: an indexed copy on a CPU goes number by number, however small they are.
+        """
+        size = self.bytes_per_block // (len(self.k) + len(self.v))
+        integers = (torch.int64, torch.int32, torch.int16, torch.uint8)
+        return [layer.view(next(d for d in integers if size % d.itemsize == 0)) for layer in self.paged]
+
     def scrub(self, blocks: Sequence[int]) -> None:
         """Replace non-finite keys and values in these blocks by 0, keeping all finite ones.
 

@@ -98,7 +98,7 @@ class HostArena:
 
     def __init__(self, kv: KVCache, num_blocks: int) -> None:
         """MemoryError with the size if it does not fit."""
-        parts = kv.paged
+        parts = kv.words
         shape = (num_blocks, len(parts), parts[0].shape[1])
         self.num_blocks = num_blocks
         self.bytes_per_block = kv.bytes_per_block
@@ -147,7 +147,7 @@ class HostMemory:
 
     def keep_fitting(self, kv: KVCache) -> None:
         """Free the arenas whose blocks are not of this pool's shape."""
-        parts = kv.paged
+        parts = kv.words
         self._arenas = {
             name: arena
             for name, arena in self._arenas.items()
@@ -233,14 +233,14 @@ class HostMemory:
 def _store(kv: KVCache, blocks: list[int], arena: HostArena, host_blocks: list[int]) -> None:
     """Pool to host on a CPU, a layer at a time."""
     source, target = torch.tensor(blocks), torch.tensor(host_blocks)
-    for part, layer in enumerate(kv.paged):
+    for part, layer in enumerate(kv.words):
         arena.rows[:, part].index_copy_(0, target, layer.index_select(0, source))
 
 
 def _load(kv: KVCache, blocks: list[int], arena: HostArena, host_blocks: list[int]) -> None:
     """Host to pool on a CPU."""
     source, target = torch.tensor(host_blocks), torch.tensor(blocks)
-    for part, layer in enumerate(kv.paged):
+    for part, layer in enumerate(kv.words):
         layer.index_copy_(0, target, arena.rows[:, part].index_select(0, source))
 
 
@@ -252,7 +252,7 @@ class _Staging:
 
     def gather(self, kv: KVCache, blocks: list[int]) -> None:
         source = torch.tensor(blocks, device=kv.device)
-        self._rows = torch.stack([layer.index_select(0, source) for layer in kv.paged], dim=1)
+        self._rows = torch.stack([layer.index_select(0, source) for layer in kv.words], dim=1)
 
     def to_host(self, arena: HostArena, host_blocks: list[int]) -> None:
         for at, first, count in _runs(host_blocks):
@@ -264,7 +264,7 @@ def _from_host(kv: KVCache, blocks: list[int], arena: HostArena, host_blocks: li
     for at, first, count in _runs(host_blocks):
         staging[at : at + count].copy_(arena.rows[first : first + count], non_blocking=True)
     target = torch.tensor(blocks, device=kv.device)
-    for part, layer in enumerate(kv.paged):
+    for part, layer in enumerate(kv.words):
         layer.index_copy_(0, target, staging[:, part])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,22 @@ def test_sizes_count_every_layer_keys_and_values() -> None:
     held = sum(t.nbytes for t in kv.k + kv.v)
     assert kv.nbytes == held == 5 * kv_bytes_per_block(spec, 16, torch.bfloat16)
     assert kv.nbytes == 80 * spec.kv_bytes_per_token(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("block_size", "kv_heads", "widest"), [(16, 3, torch.int64), (1, 1, torch.int32)])
+def test_words_are_the_same_memory_in_wider_numbers(
+    block_size: int, kv_heads: int, widest: torch.dtype
+) -> None:
+    spec = replace(tiny("llama")[0].spec, num_heads=kv_heads, num_kv_heads=kv_heads)
+    if block_size == 1:
+        spec = replace(spec, head_dim=2, rope=replace(spec.rope, rotary_dim=2))
+    kv = KVCache.allocate(spec, num_blocks=4, block_size=block_size, dtype=torch.bfloat16, device=CPU)
+    for layer in kv.paged:
+        layer.normal_()
+    for words, paged in zip(kv.words, kv.paged, strict=True):
+        assert words.dtype == widest
+        assert words.data_ptr() == paged.data_ptr()
+        assert torch.equal(words.view(torch.uint8), paged.view(torch.uint8))
 
 
 def test_max_blocks_is_what_fits_and_not_one_more() -> None:
