@@ -172,7 +172,11 @@ class Stepper:
             meters=self.meters,
             stages=self.stages,
         )
-        self.answers.delivery.batched = self.batched
+        delivery = self.answers.delivery
+        delivery.batched = self.batched
+        self.is_late = False
+        flush = delivery.flush
+        delivery.flush = lambda: None if self.is_late else flush()  # type: ignore[method-assign]
 
     def sink(self, events: list[Event]) -> None:
         self.events += events
@@ -201,8 +205,9 @@ class Stepper:
         self.answers.note_plan(plan)
         self.scheduler.advance(plan)
         self.answers.accept(plan, self.compute(plan), self.step * STEP_NS)
-        if deliver:
-            self.answers.flush()
+        self.is_late = not deliver
+        self.answers.flush()
+        self.is_late = False
 
     def compute(self, plan: StepPlan) -> StepOutput:
         count = len(plan.scheduled)
@@ -362,6 +367,18 @@ def test_a_cancel_or_an_error_behind_a_complete_stop_string_comes_too_late() -> 
         done = stepper.heard.done[rid]
         assert (done.finish, done.stop_reason, done.code, done.message) == ("stop", "dog", None, "")
         assert (done.row.finish, done.row.code, done.row.message) == ("stop", None, "")
+
+
+def test_a_change_behind_a_complete_stop_string_is_not_the_requests() -> None:
+    """The row says which configurations the request ran under: those of the tokens that it kept."""
+    stepper = Stepper()
+    rid = stepper.add(Case(words("the dog x x x x"), Sampling(stop=["dog"], max_tokens=50)))
+    for step in range(6):
+        stepper.answers.cfg_rev = 0 if step < len(words("the dog")) else 1
+        stepper.run_step(deliver=False)
+    stepper.run()
+    row = stepper.heard.done[rid].row
+    assert (row.finish, row.rev_first, row.rev_last) == ("stop", 0, 0)
 
 
 def test_a_cancelled_answer_holds_the_text_until_then() -> None:
