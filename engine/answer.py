@@ -205,8 +205,8 @@ class Answers:
         message: str = "",
     ) -> None:
         del self.live[request.rid]
-        if request.preempted_at_ns is not None:
-            request.preempted_ns += now_ns - request.preempted_at_ns
+        if request.preempted_at_ns is not None:  # by a plan that may be newer than the step that ended it
+            request.preempted_ns += max(0, now_ns - request.preempted_at_ns)
         self._leave_stages(request)
         request.state, request.finish, request.end_ns = "finished", finish, now_ns
         request.stop_reason, request.code, request.message = stop_reason, code, message[:4096]

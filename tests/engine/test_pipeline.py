@@ -16,6 +16,7 @@ import torch
 from engine.knob_store import PatchRefused
 from engine.models.loader import LoadedModel
 from engine.runner import CopyFailed, StepOutput
+from ipc import codec
 from ipc.messages import KnobValue, Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.oracle import NEW_TOKENS, tiny
@@ -343,6 +344,20 @@ def test_stopping_with_a_step_in_flight_delivers_its_tokens(model: LoadedModel) 
     for rid, done in zip(rids, ends, strict=True):
         assert done.row.output_tok == len(engine.ids(rid)) == done.row.computed_tok - 9
     assert not any(each.name in ("forward", "delivery") for each in threading.enumerate() if each.is_alive())
+
+
+def test_an_end_before_the_preemption_takes_no_time_off(model: LoadedModel) -> None:
+    """C03: with overlap a plan can displace a request whose last token, computed before, has not landed."""
+    engine = Engine(model)
+    rid = engine.submit([5, 6, 7], Sampling(max_tokens=8, ignore_eos=True))
+    engine.core.step()
+    request, now_ns = engine.core.answers.live[rid], time.monotonic_ns()
+    engine.core.answers.note_preempted([engine.core.scheduler.preempt(request, now_ns)])
+    engine.core.answers.finish(request, "length", now_ns - 69_000)
+    engine.run()
+    done = engine.heard.done[rid]
+    assert (done.row.preempt_n, done.row.preempted_us) == (1, 0)
+    assert codec.decode_reply([codec.encode(done)]) == done
 
 
 @pytest.mark.parametrize("overlap", [False, True])
