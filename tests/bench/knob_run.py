@@ -79,7 +79,6 @@ class Outcome(msgspec.Struct, kw_only=True):
     steps: list[m.StepRow]
     block_size: int
     memory: dict[str, int]
-    result_hits: int = 0
     flip_us: int | None = None  # None: the engine ran with these knobs already
 
 
@@ -108,6 +107,7 @@ class Session:
         self._step_seq = 0
         self._lost = 0
         self._memory: dict[str, int] = {}
+        self._idle = True  # what the newest state says
 
     # --- knobs -----------------------------------------------------------------------------------
 
@@ -156,26 +156,29 @@ class Session:
                 case m.StepRows():
                     self._steps += message.rows
                 case m.EngineState():
-                    self._note_memory(message)
+                    self._idle = not message.running and not message.waiting
+                    self.note_memory(message)
                 case m.ApplyEvent():
                     self._applies[message.apply_id] = message
                 case m.Heartbeat():
                     self._memory["rss_bytes"] = max(self._memory.get("rss_bytes", 0), message.rss_bytes)
 
-    def _note_memory(self, state: m.EngineState) -> None:
+    def note_memory(self, state: m.EngineState) -> None:
+        """Take in what the engine says that it holds."""
         for name in MEMORY:
             self._memory[name] = max(self._memory.get(name, 0), getattr(state, name))
 
     def begin(self) -> None:
         """Forget what was heard before."""
         self._listen()
-        self._steps, self._memory, self._lost = [], {}, 0
+        rss_bytes = self._memory.get("rss_bytes", 0)  # told four times a second, so it may not come again
+        self._steps, self._memory, self._lost = [], {"rss_bytes": rss_bytes}, 0
 
     def steps(self) -> list[m.StepRow]:
         """All step rows since `begin`, once those of the last step have come. Raises if some were lost."""
         time.sleep(0.05)  # rows are published together, at most 33 ms late
         snapshot = self.client.snapshot()
-        self._note_memory(snapshot.state)
+        self.note_memory(snapshot.state)
         deadline = time.monotonic() + REPLY_S
         while self._step_seq < snapshot.seq.get("step", 0):
             if time.monotonic() > deadline:
@@ -194,23 +197,20 @@ class Session:
         Raises when a request is refused, fails or generates another number of tokens than asked for.
         """
         self.begin()
-        hits = self.client.snapshot().state.result_hits
         start = time.perf_counter()
         answers: list[Answer] = []
         for wave in waves:
             answers += _Wave(self, wave, salt, start).run()
         wall_s = time.perf_counter() - start
         steps = self.steps()
-        state = self.client.snapshot().state
         return Outcome(
             arm=arm,
             pair=pair,
             wall_s=wall_s,
             answers=answers,
             steps=steps,
-            block_size=state.block_size,
+            block_size=self.block_size,
             memory=dict(self._memory),
-            result_hits=state.result_hits - hits,
             flip_us=flip_us,
         )
 
@@ -241,16 +241,18 @@ class Session:
     def cancel_all(self) -> None:
         """End all requests of this client and wait until the engine is idle."""
         self.client.request(m.Cancel(id=self.client.next_id(), all=True))
+        self._idle = False
         deadline = time.monotonic() + REPLY_S
-        while True:
-            state = self.client.snapshot().state
-            self.client.poll(0.02)
-            if not state.running and not state.waiting:
-                return
+        while not self._idle:
+            self.client.poll(0.0)
+            self._listen(0.1)
             if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{state.running} requests still run {REPLY_S:g} s after they were cancelled"
-                )
+                raise RuntimeError(f"requests still run {REPLY_S:g} s after they were cancelled")
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block as the engine runs now."""
+        return int(self.client.config().values["block_size"] or 0)
 
     @property
     def memory(self) -> dict[str, int]:

@@ -112,7 +112,7 @@ def revisited_prefixes(draw: Draw) -> Waves:
 
 def long_texts(draw: Draw) -> Waves:
     """A burst of 48 texts of 6,000 characters that differ only at their end, so that most is in the cache."""
-    shared = draw.text(6000)
+    shared = draw.text(min(6000, draw.setup.max_model_len - 64))  # a token is at least a character
     return [
         [Send(prompt=shared, out=1, kind="first")],
         [Send(prompt=shared + draw.text(40), out=1, kind="burst") for _ in range(48)],

@@ -82,7 +82,7 @@ def _stretches(session: Session, spec: Spec, pairs: int) -> list[Outcome]:
             return row.cfg_rev == rev and row.decode_reqs == len(sends)
 
         session.pump(following, salt, _enough(session, counts))
-        state = session.client.snapshot().state
+        session.note_memory(session.client.snapshot().state)
         outcomes.append(
             Outcome(
                 arm=arm,
@@ -90,7 +90,7 @@ def _stretches(session: Session, spec: Spec, pairs: int) -> list[Outcome]:
                 wall_s=0.0,
                 answers=[],
                 steps=[row for row in session.heard if counts(row)],
-                block_size=state.block_size,
+                block_size=session.block_size,
                 memory=session.memory,
                 flip_us=None if event is None else event.took_us,
             )

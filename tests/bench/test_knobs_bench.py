@@ -307,7 +307,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 def test_entries_run_against_a_real_engine(session: Session, tmp_path: Path) -> None:
     """What it says of counts is exact; how fast it was is not looked at."""
     report, file = _report([]), tmp_path / "report.json"
-    specs = chosen("prefix_cache,kv_allocation,preemption")
+    specs = chosen("prefix_cache,kv_allocation,kv_host_gib,result_cache")
     with redirect_stdout(io.StringIO()) as printed:
         assert not knobs.run_entries(session, specs, 2, report, file)
     assert msgspec.json.decode(file.read_bytes(), type=Report) == report
@@ -322,8 +322,15 @@ def test_entries_run_against_a_real_engine(session: Session, tmp_path: Path) -> 
     assert min(held.on) > max(held.off)  # type: ignore[type-var]
     assert max(held.off) <= 2048 // (48 + 256 - 16)  # type: ignore[type-var, operator]
     for result in report.results:
-        assert result.skipped or [run.arm for run in result.outcomes] == ["off", "on", "on", "off"]
+        assert [run.arm for run in result.outcomes] == ["off", "on", "on", "off"]
         assert result.entry in printed.getvalue()
+    host, again = results["kv_host_gib"], results["result_cache"]
+    assert [figure.on for figure in host.figures if figure.figure == "hit tokens from host"] == [
+        [6 * 384] * 2
+    ]
+    assert host.memory["on"]["host_kv_bytes"] > host.memory["off"]["host_kv_bytes"]
+    given = next(figure for figure in again.figures if figure.figure == "answers given again")
+    assert (given.off, given.on) == ([0, 0], [12, 12])
     tokens = {run.arm: sum(answer.tokens for answer in run.answers) for run in prefix.outcomes}
     assert tokens == {"off": 80, "on": 80}
 

@@ -21,10 +21,22 @@ from engine.config import EngineConfig
 from engine.knob import KnobContext
 from engine.knob_store import KnobStore, PatchRefused
 from engine.knobs import BY_ID
-from engine.loop import EngineCore, Event, RequestRefused
+from engine.loop import BlockView, EngineCore, Event, RequestRefused
 from engine.models.loader import LoadedModel
 from engine.request import Request
-from ipc.messages import ApplyEvent, Done, KnobValue, Preempted, RequestRow, Sampling, StepRow, Tokens
+from ipc import codec
+from ipc.messages import (
+    ApplyEvent,
+    Done,
+    KnobValue,
+    Preempted,
+    RequestRow,
+    RequestRows,
+    Sampling,
+    StepRow,
+    StepRows,
+    Tokens,
+)
 
 FIRST_RID = 4 << 50  # no time, token or size is as great: a container that holds one is keyed by request
 STEP_NS = 10_000_000
@@ -196,6 +208,8 @@ class Soak:
     def sink(self, events: list[Event]) -> None:
         with self._lock:
             for event in events:
+                if why := refused_by_clients(event):
+                    self.faults.append(why)
                 match event:
                     case Tokens():
                         self._tokens(event)
@@ -276,13 +290,13 @@ class Soak:
     def _judge_wait(self, case: Case) -> None:
         """A request's steps are bounded by the work of those that may go before it.
 
-        Those are who was there when it came, and who came within the window. Each takes at most some 20
-        steps: 7 pieces of its prompt or 6 tokens, thrice over for preemptions and static batches.
+        Those are who was there when it came, and who came within the window. Each takes about six steps, and
+        three or more of them at once.
         """
         step = len(self._arrived) - 1
         end = min(case.arrived_step + WINDOW, step)
         before = case.ahead + self._arrived[end] - self._arrived[case.arrived_step]
-        wait = (step - case.arrived_step) / (100 + 20 * before)
+        wait = (step - case.arrived_step) / (100 + 2 * before)
         self.longest_wait = max(self.longest_wait, wait)
         if self._in_order and wait > 1:
             self.faults.append(f"a request took {step - case.arrived_step} steps behind {before} others")
@@ -304,6 +318,25 @@ class Soak:
             wrong.append(f"{len(held)} requests are still in memory: {held[:3]}")
         wrong += [f"{where} still knows {rid}" for where, rid in keyed_by_request(core)]
         return wrong
+
+
+def refused_by_clients(event: Event) -> str:
+    """Why a client could not read an event, which it would then never learn of; "" if it could."""
+    try:
+        match event:
+            case Tokens() | Done():
+                codec.decode_reply([codec.encode(event)])
+            case StepRow():
+                codec.unpack_telemetry(codec.pack_telemetry(1, StepRows(rows=[event])))
+            case RequestRow():
+                codec.unpack_telemetry(codec.pack_telemetry(1, RequestRows(rows=[event])))
+            case BlockView():
+                pass  # it is no message; what is made of it is the block encoder's affair
+            case _:
+                codec.unpack_telemetry(codec.pack_telemetry(1, event))
+    except codec.BadMessage as bad:
+        return f"{bad.message}: {event}"
+    return ""
 
 
 def keyed_by_request(root: object) -> Iterator[tuple[str, int]]:

@@ -27,7 +27,8 @@ def some(load: Soak, requests: int) -> None:
     pick = load.random
     if load.counts["submitted"] < requests and load.num_open < MAX_OPEN and pick.random() < 0.5:
         for _ in range(min(pick.choice((1, 2, 4, 8, 24)), requests - load.counts["submitted"])):
-            load.submit()
+            if load.submit() is None:
+                break
     if pick.random() < 0.05:
         load.cancel()
     if pick.random() < 0.1:
