@@ -18,6 +18,7 @@ from engine.knob_store import KnobStore
 from engine.loop import BlockView, EngineCore, Event
 from engine.models.loader import LoadedModel, load_model
 from engine.request import Request
+from ipc import codec
 from ipc.messages import (
     ApplyEvent,
     Done,
@@ -25,8 +26,10 @@ from ipc.messages import (
     KnobValue,
     Preempted,
     RequestRow,
+    RequestRows,
     Sampling,
     StepRow,
+    StepRows,
     Tokens,
 )
 from tests import tiny_models
@@ -65,6 +68,7 @@ class Heard:
 
     def sink(self, events: list[Event]) -> None:
         for event in events:
+            _check_wire(event)
             match event:
                 case Tokens():
                     assert event.rid not in self.done, "tokens after the end"
@@ -84,6 +88,19 @@ class Heard:
                     self.states.append(event)
                 case _:
                     self.views.append(event)
+
+
+def _check_wire(event: Event) -> None:
+    """That a client can read it: every figure is within its bounds, and nothing is lost on the way."""
+    if isinstance(event, Tokens | Done):
+        assert codec.decode_reply([codec.encode(event)]) == event
+    elif not isinstance(event, BlockView):
+        message: Any = event
+        if isinstance(event, StepRow):
+            message = StepRows(rows=[event])
+        elif isinstance(event, RequestRow):
+            message = RequestRows(rows=[event])
+        assert codec.unpack_telemetry(codec.pack_telemetry(1, message))[2] == message
 
 
 class Engine:
