@@ -141,6 +141,7 @@ class Publisher:
             view.owner,
             t_ns=view.t_ns,
             block_size=view.block_size,
+            num_host=view.num_host,
             force_key=keyframe_due,
         )
         if isinstance(message, m.BlockKeyframe):
