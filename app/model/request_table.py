@@ -26,7 +26,7 @@ class Column:
     tip: str
     text: Callable[[RequestView], str]
     right: bool = True
-    width: int = 76
+    width: int = 82
     cell_tip: Callable[[SessionModel, RequestView], str] | None = None  # of one cell, may be empty
 
 

@@ -239,6 +239,8 @@ class SessionModel:
         no_tpot = "no request with two tokens or more ended in this window"
         roof = roofline(steps, self.device)
         share = ratio(roof.bandwidth_bytes_s or 0.0, roof.peak_bytes_s or 0.0)
+        # Rebuilding the pool preempts between two steps, so no step row tells of those.
+        displaced = sum(p.t_s > self.now_s - span_s for p in self.preemptions)
         return Kpis(
             ttft_p50_s=latency(book.ttft, 50.0, no_first),
             ttft_p95_s=latency(book.ttft, 95.0, no_first),
@@ -272,7 +274,7 @@ class SessionModel:
                 "no prompt was looked up in this window",
             ),
             bandwidth_share=of_steps(share, "the machine's copy bandwidth was not measured"),
-            preemptions=of_steps(steps.total("preempted"), ""),
+            preemptions=of_steps(max(steps.total("preempted"), float(displaced)), ""),
             recompute_share=of_steps(
                 ratio(steps.total("recompute_s"), steps.total("forward_s")), "no forward pass took any time"
             ),

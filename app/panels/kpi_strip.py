@@ -97,21 +97,19 @@ def _preemptions(kpis: Kpis, console: Console) -> Shown:
     figure = kpis.preemptions
     if figure.value is None:
         return Shown(Quantity(NONE, ""), _none(figure))
-    window = span(figure.window_s) if figure.window_s else ""
-    level = "warning" if figure.value > 0 else "ok"
-    note = tr("in {window}").format(window=window)
-    tax = kpis.recompute_share.value
-    aside = (
-        tr("Recompute tax: {share} of the forward passes' time.").format(share=percent(tax)) if tax else ""
-    )
+    session = console.session
+    since_s = session.now_s - session.window_s
+    reasons = {p.event.reason for p in session.preemptions if p.t_s > since_s}
+    level = "warning" if figure.value > 0 and reasons != {"rebuild"} else "ok"
+    note = tr("in {window}").format(window=span(figure.window_s) if figure.window_s else "")
     if level == "warning":
-        session = console.session
-        since_s = session.now_s - session.window_s
-        reasons = {p.event.reason for p in session.preemptions if p.t_s > since_s}
-        if not reasons or "blocks" in reasons:
-            note = tr("KV pool too small")
-        else:
-            note = tr("for priority") if "priority" in reasons else tr("KV pool rebuilt")
+        small = not reasons or "blocks" in reasons
+        note = tr("KV pool too small") if small else tr("for priority")
+    elif figure.value > 0:
+        note = tr("KV pool rebuilt")
+    tax = kpis.recompute_share.value
+    aside = tr("Recompute tax: {share} of the forward passes' time.")
+    aside = aside.format(share=percent(tax)) if tax else ""
     errors = kpis.error_share.value
     if errors:
         return Shown(count(figure.value), tr("{share} failed").format(share=percent(errors)), "alarm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from PySide6.QtCore import QSize, Qt, Signal, Slot
+from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QAbstractItemView, QHeaderView, QTableView, QWidget
 
 from app.i18n import N_, tr, tr_later
@@ -18,7 +19,8 @@ from app.widgets.toggle import ToggleSwitch
 STACKED = N_(
     "The time of a step, stage upon stage, mean of the steps of each half second. Above the line: "
     "exposed, what the engine waited for. Below it: hidden, what was done meanwhile, under a forward "
-    "pass (overlap) or in the threads of text and sockets."
+    "pass (overlap) or in the threads of text and sockets. The scale leaves out the longest steps, one in "
+    "fifty; the crosshair reads them."
 )
 SPLIT_KNOB = "forward_timing"
 # Layers from the line outwards, and the column of the session's timeline that each shows.
@@ -73,8 +75,8 @@ class StageChart(StackPlot):
         """Draw now."""
         self._follower.begin()
         layers = {**ABOVE, **BELOW}
-        times, found = self._follower.columns(layers.values())
-        self.set_data(times, {key: found[name] for key, name in layers.items()})
+        times, found = self._follower.columns([*layers.values(), "steps"])
+        self.set_data(times, {key: found[name] for key, name in layers.items()}, found["steps"])
 
 
 class StagesPanel(QWidget):
@@ -130,6 +132,9 @@ class StagesPanel(QWidget):
         for i, width in enumerate(WIDTHS):
             table.setColumnWidth(i, width)
         header.setSectionResizeMode(0, QHeaderView.ResizeMode.Stretch)
+
+    def showEvent(self, event: QShowEvent) -> None:
+        self.refresh_figures()
 
     def refresh(self) -> None:
         """Draw the chart, and the switch as the engine has it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from PySide6.QtCore import Signal, Slot
+from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QStackedLayout, QWidget
 
 from app.i18n import N_, tr, tr_later
@@ -124,6 +125,10 @@ class TimelinePanel(QWidget):
         self._stack.addWidget(self.chart)
         self.setLayout(self._stack)
         self._console.selected.connect(self._on_selected)
+
+    def showEvent(self, event: QShowEvent) -> None:
+        self.chart.redraw()
+        self.refresh_figures()
 
     def refresh(self) -> None:
         """Draw what moved."""

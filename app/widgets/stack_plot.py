@@ -25,6 +25,7 @@ from app.widgets.time_plot import F64, CrosshairLink, TimePlot
 
 MOST_POINTS = 700  # an area needs no more than the pixels it may have
 EMPTY_TOP = 0.01  # the range where there is nothing to show
+CUT_SHARE = 0.02
 _LOW_SHARE = 0.04  # of the range that stays below the line where nothing is hidden
 
 
@@ -117,9 +118,14 @@ class StackPlot(TimePlot):
 
     # --- data ---------------------------------------------------------------------------------------
 
-    def set_data(self, t_s: F64, data: Mapping[str, F64]) -> None:
-        """Times [n] in seconds (0 is now) and, for each layer, values [n] of 0 or more, NaN for gaps."""
+    def set_data(self, t_s: F64, data: Mapping[str, F64], weights: F64 | None = None) -> None:
+        """Times [n] in seconds (0 is now) and, for each layer, values [n] of 0 or more, NaN for gaps.
+
+        The range shows all but the heaviest hundredths of what there is; ``weights`` [n] say how much each
+        time counts in that. What reaches beyond is cut at the edge, and read by the crosshair.
+        """
         self._t = t_s
+        _, weight = decimate(t_s, np.ones(len(t_s)) if weights is None else weights, MOST_POINTS)
         self._data = {key: np.asarray(data[key], np.float64) for key in self.layers}
         x = t_s
         values = []
@@ -131,19 +137,19 @@ class StackPlot(TimePlot):
         count = len(self._above)
         top = np.cumsum(stack[:count], axis=0)
         bottom = -np.cumsum(stack[count:], axis=0)
-        self._fit(top, bottom, finite)
+        self._fit(top, bottom, weight, finite)
         found = runs(finite)
         areas = [(self.layers[k].colour, _polygons(x, top, i, found)) for i, k in enumerate(self._above)]
         areas += [(self.layers[k].colour, _polygons(x, bottom, i, found)) for i, k in enumerate(self._below)]
         self._item.set_areas(QRectF(-self._span_s, self._low, self._span_s, self._top - self._low), areas)
 
-    def _fit(self, top: F64, bottom: F64, finite: NDArray[np.bool_]) -> None:
-        # One step of a long prompt must not flatten all others: the tallest hundredth may leave the picture.
+    def _fit(self, top: F64, bottom: F64, weight: F64, finite: NDArray[np.bool_]) -> None:
+        # One step of a long prompt must not flatten the picture of all others.
         if not finite.any():
             self._set_y(EMPTY_TOP, -EMPTY_TOP * _LOW_SHARE)
             return
-        high = float(np.percentile(top[-1][finite], 99))
-        deep = float(np.percentile(-bottom[-1][finite], 99))
+        high = _most(top[-1][finite], weight[finite])
+        deep = _most(-bottom[-1][finite], weight[finite])
         upper = self._held.fit(high * 1.12)
         lower = self._held_below.fit(deep * 1.12) if deep > upper * _LOW_SHARE else upper * _LOW_SHARE
         self._set_y(upper, -lower)
@@ -174,6 +180,14 @@ class StackPlot(TimePlot):
             note = " · ".join([when, *near[-1:]])
         self.header.note.set_full_text(note)
         self.read.emit()
+
+
+def _most(values: F64, weights: F64) -> float:
+    """The least value that all but `CUT_SHARE` of the weight does not exceed."""
+    order = np.argsort(values)
+    total = np.cumsum(np.nan_to_num(weights[order]))
+    at = int(np.searchsorted(total, (1 - CUT_SHARE) * total[-1])) if len(total) else 0
+    return float(values[order][min(at, len(values) - 1)])
 
 
 def _polygons(x: F64, edges: F64, number: int, found: list[tuple[int, int]]) -> list[QPolygonF]:

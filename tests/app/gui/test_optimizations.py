@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QComboBox, QSpinBox
 from pytestqt.qtbot import QtBot
 
+from app import i18n
 from app.main_window import MainWindow
+from app.panels.optimizations import group_title
 from app.widgets.toggle import ToggleSwitch
 from ipc.messages import CfgSet, Error
-from tests.app.gui.conftest import beat, until
+from tests.app import builders as b
+from tests.app.gui import feed
+from tests.app.gui.conftest import beat, discard, until
 from tests.app.gui.feed import KNOBS, FeedLink
 
 
@@ -140,3 +145,80 @@ def test_defaults_ask_only_for_what_differs(window: MainWindow, link: FeedLink) 
     beat(window)
     window.optimizations.defaults.click()
     assert link.last(CfgSet)[1].patch == {"max_num_seqs": 64, "prefix_cache": True}
+
+
+def test_groups_fold_and_stay_folded(window: MainWindow, link: FeedLink) -> None:
+    """What cannot be used here waits behind a line; so do folded groups, also in the next window."""
+    link.ready(max_num_seqs=8)
+    beat(window)
+    panel = window.optimizations
+    kernels = panel.groups["kernels"]
+    assert panel.rows["attention"].isVisible()
+    assert not panel.rows["cuda_graphs"].isVisible()
+    assert kernels.more.text().endswith("1 not available here")
+    kernels.more.click()
+    assert panel.rows["cuda_graphs"].isVisible()
+    assert panel.groups["batching"].changed.text() == "1 changed"
+    panel.groups["batching"].head.click()
+    assert not panel.rows["max_num_seqs"].isVisible()
+    assert window.console.settings.folded == ["batching"]
+    again = MainWindow(window.console)
+    again.show()
+    beat(again, 2)
+    assert not again.optimizations.rows["max_num_seqs"].isVisible()
+    assert again.optimizations.rows["prefix_cache"].isVisible()
+    again.keep_console = True
+    discard(again)
+
+
+def test_a_group_without_anything_to_use_begins_folded(
+    window: MainWindow, link: FeedLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = [b.knob(f"spec{i}", group="speculation", available=False, reason="not built yet") for i in (1, 2)]
+    monkeypatch.setattr(feed, "KNOBS", [*KNOBS, *later])
+    link.ready()
+    beat(window)
+    assert window.optimizations.groups["speculation"].folded
+    assert not window.optimizations.groups["speculation"].more.isVisible()
+    assert window.optimizations.groups["speculation"].isVisible()
+
+
+def test_an_optimization_is_found_by_a_word_folded_or_not(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window)
+    panel = window.optimizations
+    panel.groups["kv memory"].head.click()
+    panel.filter.setText("BLOCK")  # in a name, an id or a help text
+    assert panel.rows["block_size"].isVisible()
+    assert panel.rows["prefix_cache"].isVisible()
+    assert not panel.rows["batching"].isVisible()
+    assert not panel.groups["batching"].isVisible()
+    panel.filter.setText("cuda")
+    assert panel.rows["cuda_graphs"].isVisible()
+    panel.filter.clear()
+    assert not panel.rows["block_size"].isVisible()
+    assert panel.rows["batching"].isVisible()
+
+
+def test_a_knob_that_needs_another_says_when_it_has_no_effect(
+    window: MainWindow, link: FeedLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = b.knob(
+        "batch_wait_ms", group="batching", type="float", default=0.0, minimum=0.0, maximum=10.0,
+        requires={"batching": "static"},
+    )  # fmt: skip
+    monkeypatch.setattr(feed, "KNOBS", [*KNOBS, wait])
+    monkeypatch.setattr(feed, "VALUES", {**feed.VALUES, "batch_wait_ms": 0.0})
+    link.ready()
+    beat(window)
+    assert window.optimizations.rows["batch_wait_ms"].status.full_text == "no effect now"
+    assert window.optimizations.rows["batch_wait_ms"].editor.isEnabled()
+    window.console.knobs.set({"batching": "static"})
+    link.apply(*link.last(CfgSet))
+    until(window, lambda: window.optimizations.rows["batch_wait_ms"].status.full_text == "")
+
+
+def test_the_group_of_measuring_has_a_name_in_both_languages() -> None:
+    for language, title in (("en", "Measuring"), ("zh_CN", "测量")):
+        i18n.use(language)
+        assert group_title("measuring") == title

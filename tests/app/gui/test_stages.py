@@ -97,6 +97,18 @@ def test_e02_nothing_measured_draws_nothing(qapp: QApplication) -> None:
     assert plot.header.legend.values["sum"] == units.NONE
 
 
+def test_a_few_long_steps_do_not_flatten_all_others(qapp: QApplication) -> None:
+    """One of a hundred steps took as long as all others together: it is cut at the edge."""
+    plot = stack()
+    t, values = data()
+    values["model"][:300] = 10.0
+    weights = np.where(np.arange(600) < 300, 1 / 300, 99 / 300)
+    plot.set_data(t, values, weights)
+    assert 0.015 < plot._top < 0.05
+    plot._on_mouse(plot.plot.getPlotItem().vb.mapViewToScene(QPointF(-200.0, 0.001)))
+    assert plot.reading[1]["model"] == 10.0
+
+
 def test_a_lone_half_second_is_seen(qapp: QApplication) -> None:
     plot = stack()
     t, values = data()

@@ -93,6 +93,43 @@ def test_the_request_table_is_bounded(window: MainWindow, link: FeedLink) -> Non
     assert window.requests.model.index(0, 0).data().startswith("6000")
 
 
+def test_cells_tell_what_was_reused_and_what_preemptions_cost(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window, 1)
+    now = window.session.now_s
+    rows = [
+        b.request_row(1, now - 3, preempt_n=2, swap_n=2, preempted_us=40_000, preempt_reason="priority"),
+        b.request_row(2, now - 3, preempt_n=2, swap_n=1, preempted_us=40_000, preempt_reason="blocks", lost_tok=9),
+        b.request_row(3, now - 3, preempt_n=1, preempted_us=40_000, preempt_reason="rebuild", recompute_us=2500),
+        b.request_row(4, now - 3, cached_tok=64, host_hit_tok=16, resume_hit_tok=8),
+        b.request_row(5, now - 3, miss_reason="another salt"),
+    ]  # fmt: skip
+    link.push(requests=rows)
+    beat(window)
+    model = window.requests.model
+    titles = [model.headerData(i, Qt.Orientation.Horizontal) for i in range(model.columnCount())]
+
+    def cell(rid: int, title: str) -> tuple[str, str]:
+        line = model.line_of(rid)
+        assert line is not None
+        index = model.index(line, titles.index(title))
+        tip = index.data(Qt.ItemDataRole.ToolTipRole) or ""
+        return str(index.data()).replace("\u00a0", " "), tip.replace("\u00a0", " ")
+
+    assert [cell(i, "Preempted")[0] for i in (1, 2, 3, 4)] == [
+        "2 (swap, 40.0 ms)", "2 (1 swap, 40.0 ms)", "1 (40.0 ms)", "–"
+    ]  # fmt: skip
+    assert "a request of higher priority came" in cell(1, "Preempted")[1]
+    assert "9 tokens lost" in cell(2, "Preempted")[1]
+    assert "the KV pool was rebuilt" in cell(3, "Preempted")[1]
+    assert "computed again in 2.50 ms" in cell(3, "Preempted")[1]
+    assert cell(4, "Preempted")[1] == ""
+    shown, tip = cell(4, "Cached")
+    assert shown == "64 (16 host)"
+    assert "8 more were found after a preemption" in tip
+    assert cell(5, "Cached")[1] == "<qt>Not found: another salt</qt>"
+
+
 def test_requests_are_filtered(window: MainWindow, link: FeedLink) -> None:
     link.ready()
     beat(window, 1)

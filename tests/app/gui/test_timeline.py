@@ -131,7 +131,7 @@ def test_the_line_says_how_many_seats_were_busy_and_what_was_computed_again(
 ) -> None:
     busy(window, link)
     assert window.timeline.seats.text() == "seats busy 2 of 4 (50\u00a0%)"
-    assert window.timeline.tax.text() == "preempted 0 · recompute tax 5.0\u00a0%"
+    assert window.timeline.tax.text() == "preempted 1 · recompute tax 5.0\u00a0%"
     assert window.timeline.seats.toolTip()
     assert window.timeline.tax.toolTip()
 

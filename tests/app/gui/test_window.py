@@ -6,6 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PySide6.QtCore import QByteArray, QRect, Qt
 from PySide6.QtGui import QImage
@@ -16,11 +17,11 @@ from app import application, i18n
 from app.actions import ACTIONS, CONDITIONS, MENUS
 from app.console import Console
 from app.main_window import PANELS, MainWindow
-from app.net.types import LinkState, LinkStatus
+from app.net.types import BlockView, LinkState, LinkStatus
 from app.panels.bandwidth import describe_gpu
 from app.settings import LAYOUT_VERSION
 from app.units import NONE
-from ipc.messages import CfgSet, GpuRow
+from ipc.messages import CfgSet, GpuRow, Preempted
 from tests.app import builders as b
 from tests.app.gui.conftest import beat, discard, until
 from tests.app.gui.feed import FeedLink, block_view
@@ -158,6 +159,75 @@ def test_a_card_is_described_by_what_nvml_tells(window: MainWindow, link: FeedLi
 
 
 # --- panels --------------------------------------------------------------------------------------------
+
+
+def preemption(now_s: float, reason: str) -> Preempted:
+    return Preempted(t_ns=round(now_s * 1e9), rid=3, by=0, reason=reason, mode="recompute", lost_tok=5)
+
+
+@pytest.mark.parametrize(
+    ("reason", "note", "level"),
+    [("blocks", "KV pool too small", "warning"), ("priority", "for priority", "warning"),
+     ("rebuild", "KV pool rebuilt", "ok")],
+)  # fmt: skip
+def test_the_preempted_tile_tells_the_reason(
+    window: MainWindow, link: FeedLink, reason: str, note: str, level: str
+) -> None:
+    link.ready()
+    beat(window, 1)
+    now = window.session.now_s
+    steps = [b.step_row(i, now - 5 + i * 0.05, recompute_us=900) for i in range(90)]
+    link.push(steps=steps, preemptions=[preemption(now - 1, reason)])
+    beat(window)
+    shown = window.kpis.tiles["preempted"]
+    assert (shown.quantity.value, shown.note, shown.level) == ("1", note, level)
+    assert "Recompute tax: 10" in shown.toolTip()
+
+
+def test_answers_left_out_are_counted_in_the_tooltip(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window, 1)
+    now = window.session.now_s
+    rows = [b.request_row(i, now - 2, tokens=5, result_cached=i > 3, itl_us=[]) for i in range(1, 8)]
+    link.push(requests=rows)
+    beat(window)
+    shown = window.kpis.tiles["ttft"]
+    assert shown.note.startswith("n=3")
+    assert "4 answers came from the result cache" in shown.toolTip()
+    assert "4 answers" in shown.accessibleDescription()
+    assert window.requests.model.index(0, 1).data() == "result cache"
+
+
+def test_host_memory_is_a_map_of_its_own(window: MainWindow, link: FeedLink) -> None:
+    """What contiguous allocation reserves counts as places; a swapped block leads to its request."""
+    link.ready()
+    link.push(state=b.state(kv_dtype="int8", kv_bytes=3 << 20, host_kv_bytes=1 << 20, swap_bytes=2 << 20))
+    pool = block_view(64)
+    pool.state[48:56] = 4
+    state = np.concatenate((pool.state, np.array([5, 5, 6, 0], np.uint8)))
+    fill = np.concatenate((pool.fill, np.array([16, 16, 9, 0], np.uint16)))
+    owner = np.concatenate((pool.owner, np.array([0, 0, 77, 0], np.uint32)))
+    link.push(blocks=BlockView(window.session.now_s, 16, state, fill, owner, num_host=4))
+    beat(window)
+    panel = window.kv_map
+    assert panel.host.isVisible()
+    assert (panel.map.num_blocks, panel.host_map.num_blocks) == (64, 4)
+    assert [panel.host_legend.counts[kind].text() for kind in (5, 6, 0)] == ["2", "1", "1"]
+    assert panel.legend.counts[4].text() == "8"
+    assert panel.figures["places"].text() == "640\u00a0tokens"
+    assert panel.figures["waste"].text() == "128 · 20\u00a0%"
+    assert panel.owner.full_text == "keys and values in int8 · pool 3.00\u00a0MiB"
+    assert panel.host_bytes.text() == "prefixes 1.00\u00a0MiB · swap space 2.00\u00a0MiB"
+    assert "Host block 2: swapped out" in panel.host_map.describe(2)
+    panel.host_map.picked.emit(2)
+    assert window.console.selected_rid == 77
+    assert panel.host_map._chosen is not None
+    assert panel.host_map._chosen.tolist() == [False, False, True, False]
+    assert panel.map._chosen is not None
+    assert not panel.map._chosen.any()
+    link.push(blocks=block_view(64))
+    beat(window)
+    assert not panel.host.isVisible()
 
 
 def test_clicking_a_request_shows_its_blocks_and_a_block_its_request(
