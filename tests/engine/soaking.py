@@ -108,7 +108,8 @@ class Soak:
             model=Path(loaded.info.path), kv_pool_bytes=pool_tokens * per_token, check=True, stall_after_s=1e6
         )
         clock: dict[str, Any] = {} if real_time else {"clock_ns": self.clock_ns}
-        self.core = EngineCore(loaded, config, KnobStore(KnobContext(), {}), self.sink, **clock)
+        knobs = KnobStore(KnobContext(), {"swap_space_gib": 0.001})  # of tiny blocks 1 GiB are too many
+        self.core = EngineCore(loaded, config, knobs, self.sink, **clock)
         self.core._rids = count(FIRST_RID)
         self.flips = {knob: values for knob, values in FLIPS.items() if not BY_ID[knob].reason}
         self.flips["kv_pool_gib"] = self._pools
