@@ -358,8 +358,9 @@ class ModelRunner:
 
     def _fail_nonfinite(self, finite: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -> None:
         """Fail the requests of whose tokens one is not finite: finite [tokens]."""
-        for token in (~finite).nonzero().squeeze(1).tolist():
-            entry = batch.order[int(np.searchsorted(batch.rows.starts, token, side="right")) - 1]
+        bad = (~finite).nonzero().squeeze(1).cpu().numpy()
+        for row in np.unique(np.searchsorted(batch.rows.starts, bad, side="right") - 1).tolist():
+            entry = batch.order[row]
             if not out.nonfinite[entry]:
                 kv.scrub(batch.blocks_of(entry))
             out.token_ids[entry], out.logprobs[entry], out.nonfinite[entry] = None, None, True

@@ -70,7 +70,7 @@ class Decoder:
         head = self.embed if spec.tie_word_embeddings else take("head")
         self.head = Linear(head, None, self.choice, torch.float32)
         self.rotary = RotaryTable(spec.rope, max_len, device)
-        self.finite: Tensor | None = None  # of the last pass, [tokens]: where KV is quantized
+        self.finite: Tensor | None = None  # whether each of the last pass's tokens was, [tokens]
         self.timer: PartTimer | None = None  # times the parts of each forward pass while it is there
 
     def _choose(self, weights: MutableMapping[str, Tensor]) -> Choice:
@@ -147,8 +147,9 @@ class Decoder:
             mark(Part.OTHER)
             x += layer.mlp(normed)
             mark(Part.LINEAR)
-        # Quantized keys and values carry no NaN on to the logits of later tokens, so it is looked for here.
-        self.finite = None if kv.quantizer is None else x.isfinite().all(dim=-1)
+        # Of every token, not only where logits are wanted: later ones need not show it, behind 8 bits or a
+        # window, and a request may lose its blocks to others before it is asked for logits.
+        self.finite = x.isfinite().all(dim=-1)
         if logit_rows is not None:
             x = x.index_select(0, logit_rows)
         logits = self.head(rms_norm(x, self.norm, eps))

@@ -170,6 +170,25 @@ def test_non_finite_logits_fail_their_request_alone(model: LoadedModel, monkeypa
     assert engine.generate(prompts, GREEDY) == expected
 
 
+def test_a_token_that_is_not_finite_costs_nobody_else_who_gets_its_blocks(
+    model: LoadedModel, monkeypatch: Any
+) -> None:
+    """A25: its request is about to be preempted, long before it is asked for logits."""
+    knobs: dict[str, Any] = {"prefill_chunk_tokens": 8, "max_num_seqs": 1, "prefix_cache": False}
+    engine = Engine(model, pool_tokens=64, policy="priority", **knobs)
+    embed = engine.core.runner.decoder.embed.clone()
+    embed[3] = math.nan
+    monkeypatch.setattr(engine.core.runner.decoder, "embed", embed)
+    bad = engine.submit([3, *[5] * 39], GREEDY, priority=5)
+    engine.core.step()
+    good = engine.submit([7, 8, 9, 10, 11], GREEDY, priority=0)
+    engine.run()
+    assert (engine.heard.done[bad].finish, engine.heard.done[good].finish) == ("error", "length")
+    assert "non-finite" in engine.heard.done[bad].message
+    monkeypatch.undo()
+    assert engine.generate([[7, 8, 9, 10, 11]], GREEDY) == [engine.ids(good)]
+
+
 def test_a_failing_step_fails_its_requests_and_no_more(model: LoadedModel, monkeypatch: Any) -> None:
     engine = Engine(model)
     [expected] = engine.generate([prompt(1, 10)], GREEDY)
