@@ -121,13 +121,13 @@ def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
     new = {**old, **proposal.changed}
     if proposal.mode in ("reload", "restart"):
         raise PatchRefused("unsupported", f"{', '.join(proposal.changed)} can only be chosen at start")
-    layout = _wanted(core, new)
-    _check(core, layout, rebuild=proposal.mode == "rebuild_kv")
+    layout, rebuild = _wanted(core, new), proposal.mode == "rebuild_kv"
+    _check(core, layout, rebuild=rebuild)
     try:
-        _apply(core, new, layout, now_ns, rebuild=proposal.mode == "rebuild_kv")
+        _apply(core, new, layout, now_ns, rebuild=rebuild)
     except (MemoryError, RuntimeError, ValueError) as error:
-        try:
-            _apply(core, old, _wanted(core, old), now_ns, rebuild=False)
+        try:  # a pool that is as large as before may still have been laid out for the new values
+            _apply(core, old, _wanted(core, old), now_ns, rebuild=rebuild)
         except (MemoryError, RuntimeError, ValueError) as worse:
             raise NoWayBack(
                 f"the change could neither be applied nor undone: {text_of(error)}; then {text_of(worse)}"

@@ -498,6 +498,25 @@ def test_an_error_without_a_text_is_still_a_roll_back(model: LoadedModel, monkey
     assert (apply.result, apply.why, engine.core.knobs.rev) == ("rolled_back", "MemoryError", 0)
 
 
+def test_a_roll_back_lays_the_pool_out_as_it_was(monkeypatch: Any) -> None:
+    """Runs of neighbouring blocks are kept whole, pages outside every window are not; the pool must know."""
+    engine = Engine(load(tiny_folder("mistral", sliding_window=8)), block_size=4, kv_allocation="contiguous")
+    allocate = engine.core.runner.allocate_host
+
+    def scarce(arena: Any, num_blocks: int) -> None:
+        if num_blocks:
+            raise MemoryError("no host memory")
+        allocate(arena, num_blocks)
+
+    monkeypatch.setattr(engine.core.runner, "allocate_host", scarce)
+    engine.set(kv_allocation="paged", kv_host_gib=0.001)
+    engine.run()
+    [apply] = engine.heard.applies
+    assert (apply.result, apply.why) == ("rolled_back", "no host memory")
+    first, again = (engine.generate([prompt(1, 40)], GREEDY) for _ in range(2))  # the ledger is checked
+    assert first == again
+
+
 def test_a_change_with_no_way_back_fails_the_engine(model: LoadedModel, monkeypatch: Any) -> None:
     """An engine that lost its pool must not call itself ready; its requests end and the reason is told."""
     engine = Engine(model)
