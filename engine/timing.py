@@ -17,6 +17,7 @@ class Timer:
     """A span on the current stream of a device, without making the host wait for it."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._events = (_event(), _event()) if device.type == "cuda" else None
         self._host_s = 0.0
 
@@ -25,14 +26,14 @@ class Timer:
         if self._events is None:
             self._host_s = time.perf_counter()
         else:
-            self._events[0].record()
+            self._events[0].record(_stream(self._device))
 
     def stop(self) -> None:
         """The span ends here in the current stream."""
         if self._events is None:
             self._host_s = time.perf_counter() - self._host_s
         else:
-            self._events[1].record()
+            self._events[1].record(_stream(self._device))
 
     def elapsed_s(self) -> float:
         """Seconds between `start` and `stop`. Waits for the device to have reached `stop`."""
@@ -68,6 +69,7 @@ class PartTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._sums = [0.0] * len(Part)
+        self._device = device
         self._cuda = device.type == "cuda"
         self._last = 0.0
         self._events: list[torch.cuda.Event] = []  # kept for the next pass
@@ -105,8 +107,13 @@ class PartTimer:
         at = len(self._parts)
         if at == len(self._events):
             self._events.append(_event())
-        self._events[at].record()
+        self._events[at].record(_stream(self._device))
 
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Of this device: a thread's current one may be another, whose streams have nothing to do with it."""
+    return torch.cuda.current_stream(device)
