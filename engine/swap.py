@@ -130,6 +130,7 @@ class HostMemory:
     """The arenas of one pool, and the copies between them and it."""
 
     def __init__(self, device: torch.device, *, check: bool = False, lane: Lane | None = None) -> None:
+        self._device = device
         self._check = check
         self._staged = device.type == "cuda"  # through staging memory, in transfers of whole blocks
         self._lane: Lane = lane or (StreamLane(device) if device.type == "cuda" else InlineLane())
@@ -141,18 +142,21 @@ class HostMemory:
         MemoryError with the size if it does not fit: then there is none.
         """
         self.join()
-        self._arenas.pop(name, None)
+        if self._arenas.pop(name, None) is not None:
+            self._give_back()
         if num_blocks:
             self._arenas[name] = HostArena(kv, num_blocks)
 
     def keep_fitting(self, kv: KVCache) -> None:
         """Free the arenas whose blocks are not of this pool's shape."""
-        parts = kv.words
+        parts, before = kv.words, len(self._arenas)
         self._arenas = {
             name: arena
             for name, arena in self._arenas.items()
             if arena.rows.shape[1:] == (len(parts), parts[0].shape[1]) and arena.rows.dtype == parts[0].dtype
         }
+        if len(self._arenas) < before:
+            self._give_back()
 
     def nbytes(self, name: Arena) -> int:
         """Bytes of an arena, 0 if there is none."""
@@ -184,6 +188,12 @@ class HostMemory:
                 raise
             raise CopyFailed(f"copying KV blocks failed: {error}") from error
         return total
+
+    def _give_back(self) -> None:
+        """Return the memory of arenas that are gone: torch keeps what was pinned to use it again."""
+        empty = getattr(torch.accelerator.memory, "empty_host_cache", None)  # not in every torch since 2.11
+        if self._device.type == "cuda" and empty is not None:
+            empty()
 
     def _arena(self, copy: Copy, kv: KVCache) -> HostArena:
         arena = self._arenas.get(copy.arena)

@@ -145,6 +145,29 @@ def test_arenas_stay_with_a_pool_of_the_same_shape_and_go_with_another() -> None
         runner.allocate_host("swap", 2)
 
 
+def test_pinned_memory_is_given_back_with_its_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps what was pinned, and a console would be told of gigabytes that nobody else can have."""
+    given_back: list[int] = []
+    monkeypatch.setattr(torch.accelerator.memory, "empty_host_cache", lambda: given_back.append(1))
+    small = pool()
+    large = KVCache.allocate(
+        tiny("llama")[0].spec, num_blocks=2, block_size=64, dtype=torch.float32, device=CPU
+    )
+    host = HostMemory(CPU)
+    host.allocate("swap", 3, small)
+    host.allocate("swap", 0, small)
+    assert not given_back  # nothing is pinned for a CPU
+    host._device = torch.device("cuda")
+    host.allocate("swap", 3, small)
+    assert not given_back  # nothing is gone
+    host.allocate("swap", 2, small)
+    assert len(given_back) == 1
+    host.keep_fitting(small)
+    assert len(given_back) == 1
+    host.keep_fitting(large)
+    assert len(given_back) == 2
+
+
 class SlowLane:
     """A thread that takes 50 ms before each copy."""
 
