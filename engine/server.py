@@ -237,6 +237,7 @@ class EngineServer:
                 self._publish_state()
             case m.ApplyEvent():
                 self.publisher.apply(event)
+                self._publish_state()  # a change may have taken memory or given some back
             case m.Preempted():
                 self.publisher.preempted(event)
             case _:
