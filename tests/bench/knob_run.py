@@ -29,13 +29,16 @@ class KnobRefused(RuntimeError):
 class Send:
     """One request of a workload: ``out`` tokens exactly, unless it is cancelled after ``cancel_after``.
 
-    ``kind`` groups requests for the figures. ``at_s`` counts from the hand-over of its wave.
+    ``kind`` groups requests for the figures. It is sent ``at_s`` after its wave was handed over and once the
+    wave's requests have ``after`` tokens together: places in the work of others do not depend on how fast the
+    machine is, as times do.
     """
 
     prompt: list[int] | str
     out: int
     kind: str = ""
     at_s: float = 0.0
+    after: int = 0
     priority: int = 0
     cancel_after: int | None = None
 
@@ -108,6 +111,7 @@ class Session:
         self._lost = 0
         self._memory: dict[str, int] = {}
         self._idle = True  # what the newest state says
+        self._rev = 0  # and the configuration that it is of
 
     # --- knobs -----------------------------------------------------------------------------------
 
@@ -142,6 +146,10 @@ class Session:
         event = self._applies.pop(accepted.apply_id)
         if event.result != "ok":
             raise KnobRefused(f"{patch} was rolled back: {event.why}")
+        while self._rev < event.to_rev:  # what is held from now on is told right after the change
+            if time.monotonic() > deadline:
+                raise KnobRefused(f"{patch} was applied, but no state of the engine followed")
+            self._listen(0.1)
         return event
 
     # --- telemetry -------------------------------------------------------------------------------
@@ -157,6 +165,7 @@ class Session:
                     self._steps += message.rows
                 case m.EngineState():
                     self._idle = not message.running and not message.waiting
+                    self._rev = message.cfg_rev
                     self.note_memory(message)
                 case m.ApplyEvent():
                     self._applies[message.apply_id] = message
@@ -273,7 +282,8 @@ class _Wave:
         self._salt = salt
         self._start = start
         self._begin = time.perf_counter() - start
-        self._todo = sorted(sends, key=lambda send: send.at_s)
+        self._todo = sorted(sends, key=lambda send: (send.at_s, send.after))
+        self._tokens = 0  # of all its requests so far
         self._sends: list[Send] = []
         self._answers: list[Answer] = []
         self._by_command: dict[int, int] = {}
@@ -302,14 +312,16 @@ class _Wave:
 
     def _send_due(self) -> float:
         """Send what is due; returns how long nothing else will be, at most a tenth of a second."""
-        while self._todo:
-            due_in = self._begin + self._todo[0].at_s - (time.perf_counter() - self._start)
+        while self._todo and self._tokens >= self._todo[0].after:
+            now = time.perf_counter() - self._start
+            due_in = self._begin + self._todo[0].at_s - now
             if due_in > 0:
                 return min(due_in, 0.1)
             send = self._todo.pop(0)
+            intended_s = now if send.after else self._begin + send.at_s
             self._by_command[self._session.submit(send, self._salt)] = len(self._sends)
             self._sends.append(send)
-            self._answers.append(Answer(kind=send.kind, intended_s=self._begin + send.at_s))
+            self._answers.append(Answer(kind=send.kind, intended_s=intended_s))
         return 0.1
 
     def _take(self, reply: m.Reply, now: float) -> None:
@@ -332,6 +344,7 @@ class _Wave:
             answer.first_s = now if answer.first_s is None else answer.first_s
             answer.last_s = now
             before, answer.tokens = answer.tokens, answer.tokens + len(item.ids)
+            self._tokens += len(item.ids)
             if limit is not None and before < limit <= answer.tokens and isinstance(item, m.Tokens):
                 client = self._session.client
                 client.send(m.Cancel(id=client.next_id(), rid=item.rid))

@@ -52,14 +52,13 @@ def trickle(draw: Draw) -> Waves:
     return [[Send(prompt=draw.ids(32), out=4, at_s=0.25 * i) for i in range(16)]]
 
 
-def streams_and_prompts(prompts: int, length: int, every_s: float) -> Workload:
-    """Four answers are being read while long prompts come in."""
+def streams_and_prompts(prompts: int, length: int, every: int) -> Workload:
+    """Four answers are being read while long prompts come in, one each ``every`` tokens."""
 
     def waves(draw: Draw) -> Waves:
         streams = [Send(prompt=draw.ids(32), out=48, kind="streams") for _ in range(4)]
         longs = [
-            Send(prompt=draw.ids(length), out=2, kind="prompts", at_s=0.5 + every_s * i)
-            for i in range(prompts)
+            Send(prompt=draw.ids(length), out=2, kind="prompts", after=16 + every * i) for i in range(prompts)
         ]
         return [[*streams, *longs]]
 
@@ -69,17 +68,15 @@ def streams_and_prompts(prompts: int, length: int, every_s: float) -> Workload:
 def urgent_among_low(draw: Draw) -> Waves:
     """Twelve requests of low priority take all seats and wait; three urgent ones come."""
     low = [Send(prompt=draw.ids(64), out=32, kind="low", priority=10) for _ in range(12)]
-    urgent = [
-        Send(prompt=draw.ids(32), out=4, kind="urgent", priority=-10, at_s=0.5 * (i + 1)) for i in range(3)
-    ]
+    urgent = [Send(prompt=draw.ids(32), out=4, kind="urgent", priority=-10, after=24 * i) for i in (1, 2, 3)]
     return [[*low, *urgent]]
 
 
 def displaced_contexts(draw: Draw) -> Waves:
-    """Two long contexts hold the pool; every half second an urgent request takes the place of one."""
+    """Two long contexts hold the pool; each time they have got on, an urgent request takes a place."""
     low = [Send(prompt=draw.ids(768), out=40, kind="low", priority=10) for _ in range(2)]
     urgent = [
-        Send(prompt=draw.ids(16), out=2, kind="urgent", priority=-10, at_s=2.0 + 0.5 * i) for i in range(6)
+        Send(prompt=draw.ids(16), out=2, kind="urgent", priority=-10, after=12 * i) for i in range(1, 7)
     ]
     return [[*low, *urgent]]
 

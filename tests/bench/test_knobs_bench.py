@@ -307,7 +307,15 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 def test_entries_run_against_a_real_engine(session: Session, tmp_path: Path) -> None:
     """What it says of counts is exact; how fast it was is not looked at."""
     report, file = _report([]), tmp_path / "report.json"
-    specs = chosen("prefix_cache,kv_allocation,kv_host_gib,result_cache")
+    specs = chosen("preemption,prefix_cache,kv_allocation,kv_host_gib,result_cache")
+    specs = [  # a GiB of host memory takes seconds to get on a busy machine, and a tiny model fills none
+        dataclasses.replace(spec, on=0.01)
+        if spec.knob == "kv_host_gib"
+        else dataclasses.replace(spec, base={**spec.base, "swap_space_gib": 0.01})
+        if spec.knob == "preemption"
+        else spec
+        for spec in specs
+    ]
     with redirect_stdout(io.StringIO()) as printed:
         assert not knobs.run_entries(session, specs, 2, report, file)
     assert msgspec.json.decode(file.read_bytes(), type=Report) == report
@@ -329,6 +337,10 @@ def test_entries_run_against_a_real_engine(session: Session, tmp_path: Path) -> 
         [6 * 384] * 2
     ]
     assert host.memory["on"]["host_kv_bytes"] > host.memory["off"]["host_kv_bytes"]
+    swap = {figure.figure: figure for figure in results["preemption"].figures}
+    assert min(swap["tokens recomputed"].off) >= 768  # type: ignore[type-var]
+    assert swap["tokens recomputed"].on == [0, 0]
+    assert min(swap["tokens swapped in"].on) >= 768  # type: ignore[type-var]
     given = next(figure for figure in again.figures if figure.figure == "answers given again")
     assert (given.off, given.on) == ([0, 0], [12, 12])
     tokens = {run.arm: sum(answer.tokens for answer in run.answers) for run in prefix.outcomes}
