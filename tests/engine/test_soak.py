@@ -13,7 +13,7 @@ from tests.engine.soaking import FLIPS, Soak
 REQUESTS = 10_000
 WITH_THREADS = 1500
 POOL_TOKENS = 256
-MAX_OPEN = 80
+MAX_OPEN = 128
 MAX_GROWTH_BYTES = 5 << 20
 
 
