@@ -292,3 +292,21 @@ def test_the_time_of_copies_is_told_apart_from_the_forward_pass() -> None:
     assert out.copy_s >= 0.05  # of the lane's own making
     assert out.forward_s > 0 < out.sample_s
     assert driver.runner.execute(StepPlan(), [Copy("swap", "in", [1], [0])]).copied_blocks == 1
+
+
+def test_a_copy_behind_the_forward_pass_takes_no_time_from_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the way to the host may last longer than what is computed meanwhile."""
+    loaded, _ = tiny("llama")
+    driver = Driver(loaded)
+
+    def run_long(copies: list[Copy], kv: KVCache, timer: Timer) -> int:
+        monkeypatch.setattr(timer, "elapsed_s", lambda: 10.0)
+        return len(copies)
+
+    monkeypatch.setattr(driver.runner._host, "run", run_long)
+    request = driver.request(prompt(5))
+    request.block_table = [0]
+    step = StepPlan(scheduled=[ScheduledRequest(request, 5)])
+    out = driver.runner.execute(step, [Copy("swap", "out", [1], [0])])
+    assert (out.copy_s, out.copied_blocks) == (10.0, 1)
+    assert 0 < out.sample_s < 10.0
