@@ -127,20 +127,25 @@ def choose_victims(
     max_num_seqs: int,
     needed: int,
     *,
+    match: Match,
+    lead: int,
     in_a_row: bool,
     lacks: Callable[[Request], int],
 ) -> list[Request]:
     """The fewest running requests, from the end of the order, that ``head`` may displace to get its place.
 
     Only those of strictly lower priority that are also behind it in the order, ageing included. Empty if it
-    has its place already or if even all of them would not be enough: enough for ``needed`` blocks, and
-    ``in_a_row`` for as many neighbouring ones. ``lacks`` counts the blocks a running request still needs.
+    has its place already or if even all of them would not be enough: enough for ``needed`` blocks less those
+    of its ``match`` from ``lead`` on, which it will share, and ``in_a_row`` for as many neighbouring ones.
+    ``lacks`` counts the blocks a running request still needs.
     """
+    shared = _on_device(match.blocks[lead:])
     if in_a_row:
-        return _choose_neighbours(pool, running, head, max_num_seqs, needed)
+        return _choose_neighbours(pool, running, head, max_num_seqs, needed, shared)
+    kept = frozenset(shared)
     lacking = {request.rid: lacks(request) for request in running}
     seats = max_num_seqs - len(running)
-    spare = pool.num_available - sum(lacking.values()) - needed
+    spare = pool.num_available - sum(lacking.values()) - needed + pool.num_referenced(shared)
     chosen: list[Request] = []
     for victim in reversed(running):
         if seats >= 1 and spare >= 0:
@@ -148,16 +153,23 @@ def choose_victims(
         if _may_displace(head, victim):
             chosen.append(victim)
             seats += 1
-            spare += pool.num_released_by(victim.held_blocks) + lacking[victim.rid]
+            given_up = [block for block in victim.held_blocks if block not in kept]
+            spare += pool.num_released_by(given_up) + lacking[victim.rid]
     return chosen if seats >= 1 and spare >= 0 else []
 
 
 def _choose_neighbours(
-    pool: BlockPool, running: Sequence[Request], head: Request, max_num_seqs: int, needed: int
+    pool: BlockPool,
+    running: Sequence[Request],
+    head: Request,
+    max_num_seqs: int,
+    needed: int,
+    shared: Sequence[int],
 ) -> list[Request]:
     def suffice(victims: Sequence[Request]) -> bool:
         tables = [victim.block_table for victim in victims]
-        return max_num_seqs - len(running) + len(victims) >= 1 and pool.longest_run(tables) >= needed
+        run = pool.longest_run(tables, shared)
+        return max_num_seqs - len(running) + len(victims) >= 1 and run >= needed - len(shared)
 
     chosen = [victim for victim in running if _may_displace(head, victim)]
     if suffice([]) or not suffice(chosen):

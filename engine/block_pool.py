@@ -122,9 +122,11 @@ class BlockPool:
         self._claim(blocks, owner)
         return blocks
 
-    def longest_run(self, released: Iterable[Sequence[int]] = ()) -> int:
-        """The most neighbouring blocks that nobody uses, or would once these block tables were released."""
+    def longest_run(self, released: Iterable[Sequence[int]] = (), shared: Sequence[int] = ()) -> int:
+        """The most neighbouring blocks that nobody uses, or would once these block tables were released and
+        those ``shared`` blocks used once more."""
         refs = np.frombuffer(self._refs, dtype=np.int32).copy()
+        refs[list(shared)] += 1
         for table in released:
             refs[list(table)] -= 1
         return int(_runs(refs == 0)[1].max(initial=0))

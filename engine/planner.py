@@ -204,6 +204,8 @@ class Planner:
             head,
             self._knobs.max_num_seqs,
             needed,
+            match=match,
+            lead=self._kv.lead(match.num_tokens),
             in_a_row=in_a_row,
             lacks=self._lacks,
         ):
