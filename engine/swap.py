@@ -184,6 +184,8 @@ class HostMemory:
         except torch.AcceleratorError:
             raise
         except (RuntimeError, ValueError, IndexError, MemoryError) as error:
+            self._lane.mark()  # copies that were begun go on, and what follows must not meet them
+            self._lane.fence()
             if isinstance(error, CopyFailed):
                 raise
             raise CopyFailed(f"copying KV blocks failed: {error}") from error

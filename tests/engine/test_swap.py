@@ -280,6 +280,28 @@ def test_blocks_are_given_on_only_behind_the_fence(lane: str) -> None:
         assert next(stages) == want
 
 
+def test_copies_that_were_begun_before_one_failed_are_waited_for_too() -> None:
+    """A11: the pool starts over then, and they must not write into blocks that belong to somebody else."""
+    kv = pool()
+    lane = LateLane(fenced=True)
+    host = HostMemory(CPU, lane=lane)
+    host.allocate("swap", 2, kv)
+    before = snapshot(kv)
+    with pytest.raises(CopyFailed, match="the swap arena has 2 blocks"):
+        run(
+            host,
+            kv,
+            Copy("swap", "out", [1], [0]),
+            Copy("swap", "in", [5], [0]),
+            Copy("swap", "in", [6], [2]),
+        )
+    assert torch.equal(snapshot(kv)[5], before[1])
+    for layer in kv.paged:
+        layer.zero_()
+    lane.fence()
+    assert not snapshot(kv).any()
+
+
 def test_the_time_of_copies_is_told_apart_from_the_forward_pass() -> None:
     loaded, _ = tiny("llama")
     driver = Driver(loaded)
