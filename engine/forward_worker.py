@@ -44,6 +44,7 @@ class ForwardWorker:
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._busy = False
+        weakref.finalize(self, self._jobs.put, None)  # once, however often the thread is started
 
     def start(self, job: Job) -> None:
         """Begin to compute a step. RuntimeError if the outcome of the one before was not taken."""
@@ -53,7 +54,6 @@ class ForwardWorker:
             arguments = (self._jobs, self._outcomes, self._clock_ns)
             self._thread = threading.Thread(target=_work, args=arguments, name="forward", daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._jobs.put, None)
         self._busy = True
         self._jobs.put(job)
 

@@ -89,6 +89,17 @@ def test_the_thread_ends_when_stopped_and_comes_back() -> None:
         assert forward_threads() == before
 
 
+def test_starting_again_and_again_leaves_nothing_behind() -> None:
+    """B07: overlap can be switched as often as anybody likes."""
+    worker = ForwardWorker(time.monotonic_ns)
+    before = weakref.getweakrefcount(worker)
+    for _ in range(5):
+        worker.start(output)
+        worker.outcome()
+        worker.stop()
+    assert weakref.getweakrefcount(worker) == before
+
+
 def test_nothing_of_a_step_and_no_thread_outlives_a_forgotten_worker() -> None:
     before = forward_threads()
     worker = ForwardWorker(time.monotonic_ns)
