@@ -207,7 +207,7 @@ class MainWindow(WindowActions):
         left, blocks, traffic, bottom = (self.docks[name] for name, _, _ in DOCKS)
         self.resizeDocks([left, blocks], [LEFT_WIDTH, RIGHT_WIDTH], Qt.Orientation.Horizontal)
         self.resizeDocks([bottom], [BOTTOM_HEIGHT], Qt.Orientation.Vertical)
-        self.resizeDocks([blocks, traffic], [520, 480], Qt.Orientation.Vertical)
+        self.resizeDocks([blocks, traffic], [512, 488], Qt.Orientation.Vertical)
         self.splitter.setSizes([1000, 1000, 1000])
 
     def _build_menus(self) -> None:

@@ -3,7 +3,8 @@
 A click never shows as done: it is pending until the engine says that it was applied between two steps, or
 refused with the reason. Undo is the inverse patch, sent like any other change. If somebody else changed
 the configuration in between, the change is sent again with the new revision as long as the knobs it names
-still have the values the person saw; otherwise it is refused and says what they are now.
+still have the values the person saw; otherwise it is refused and says what they are now. While the engine
+is applying another client's change, it waits for that and goes on.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ipc.messages import (
 
 Patch = dict[str, KnobValue]
 MAX_RETRIES = 3
+BUSY_AGAIN_S, BUSY_AT_MOST_S = 0.5, 60.0
 _UNDO_DEPTH = 100
 _ENDED = (LinkState.DEAD, LinkState.OFFLINE)
 
@@ -70,6 +72,8 @@ class _Change:
     seen: Patch
     origin: Origin
     retries: int = 0
+    busy_since_s: float | None = None  # the engine applies somebody else's change
+    again_s: float | None = None  # ask again then, or as soon as any change was applied
     apply_id: int | None = None
 
 
@@ -103,6 +107,7 @@ class KnobModel:
         self._queue: deque[_Change] = deque()  # the first one is with the engine
         self._ended: dict[int, ApplyEvent] = {}  # events that overtook their acceptance
         self._history = _History()
+        self._now_s = 0.0
 
     # --- reading ---------------------------------------------------------------------------------
 
@@ -225,6 +230,11 @@ class KnobModel:
                 self._refuse(change, "The engine ended before it was applied.", {})
         if batch.cfg is not None:
             self.load(batch.cfg)
+        self._now_s = batch.now_s
+        first = self._queue[0] if self._queue else None
+        if first is not None and first.again_s is not None and (batch.events or batch.now_s >= first.again_s):
+            first.again_s = None
+            self._send(CfgGet(id=1), lambda answer: self._retry(first, answer))
 
     def _replied(self, change: _Change, reply: Reply) -> None:
         if change not in self._queue:
@@ -240,10 +250,17 @@ class KnobModel:
         elif isinstance(reply, Error) and reply.code == "conflict" and change.retries < MAX_RETRIES:
             change.retries += 1
             self._send(CfgGet(id=1), lambda answer: self._retry(change, answer))
+        elif isinstance(reply, Error) and reply.code == "busy" and self._may_wait(change):
+            change.again_s = self._now_s + BUSY_AGAIN_S
         elif isinstance(reply, Error):
             self._refuse(change, reply.message, dict(reply.keys))
         else:
             self._refuse(change, f"The engine answered {type(reply).__name__} to a change of knobs.", {})
+
+    def _may_wait(self, change: _Change) -> bool:
+        if change.busy_since_s is None:
+            change.busy_since_s = self._now_s
+        return self._now_s - change.busy_since_s < BUSY_AT_MOST_S
 
     def _retry(self, change: _Change, answer: Reply) -> None:
         if change not in self._queue:

@@ -26,7 +26,7 @@ class Column:
     tip: str
     text: Callable[[RequestView], str]
     right: bool = True
-    width: int = 82
+    width: int = 80
     cell_tip: Callable[[SessionModel, RequestView], str] | None = None  # of one cell, may be empty
 
 
@@ -135,7 +135,7 @@ COLUMNS: tuple[Column, ...] = (
         N_("waiting, prefill, decode, preempted; or how it ended."),
         state_text,
         right=False,
-        width=112,
+        width=104,
         cell_tip=_state_tip,
     ),
     Column(N_("Prompt"), N_("Tokens of the prompt."), lambda v: str(count(v.row.prompt_tok)), width=60),
@@ -161,7 +161,7 @@ COLUMNS: tuple[Column, ...] = (
         N_("Preempted"),
         N_("How often it lost its place, how often its blocks were swapped, and how long it waited."),
         _preempted,
-        width=112,
+        width=104,
         cell_tip=_preempted_tip,
     ),
     Column(

@@ -49,8 +49,8 @@ class BandwidthPanel(QWidget):
         self.verdict = label("", "title")
         self.explanation = label("", "dim", wrap=True)
         self.source = label("", "small", wrap=True)
-        words = column(self.verdict, self.explanation, self.source, spacing=2, margins=(12, 2, 12, 8))
-        self.setLayout(column(self.chart, self._grid, words, spacing=6))
+        words = column(self.verdict, self.explanation, self.source, spacing=1, margins=(12, 0, 12, 5))
+        self.setLayout(column(self.chart, self._grid, words, spacing=4))
         layout = self.layout()
         if layout is not None:
             self.layout().setStretch(0, 1)  # type: ignore[union-attr]

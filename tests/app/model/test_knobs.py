@@ -204,3 +204,43 @@ def test_restore_leaves_out_knobs_that_are_unavailable_here() -> None:
     assert knobs.restore({"graphs": True}) == {}
     assert knobs.unavailable({"graphs": True}) == {"graphs": "needs a GPU"}
     assert not wire.sent
+
+
+def test_a_change_waits_for_one_that_is_being_applied() -> None:
+    """Another client was first: its rebuild ends some time later, and this change goes on by itself."""
+    knobs, wire = model()
+    knobs.ingest(batch(1.0))
+    knobs.set({"prefix_cache": False})
+    wire.refuse("busy")
+    assert knobs.view("prefix_cache").status is KnobStatus.PENDING
+    knobs.ingest(batch(1.1))
+    assert isinstance(wire.sent[-1], CfgSet)  # nothing has happened yet
+    knobs.ingest(batch(1.2, events=[applied(9, 5, {"max_num_seqs": 8})]))
+    assert isinstance(wire.sent[-1], CfgGet)
+    wire.replies[-1](cfg(6, prefix_cache=True, max_num_seqs=8))
+    assert wire.last_set.expect_rev == 6
+    wire.refuse("busy")
+    knobs.ingest(batch(2.0))  # without an event it asks again after a while
+    assert isinstance(wire.sent[-1], CfgGet)
+    wire.replies[-1](cfg(6, prefix_cache=True, max_num_seqs=8))
+    knobs.ingest(batch(2.1, events=[applied(wire.accept(), 6, {"prefix_cache": False})]))
+    assert knobs.view("prefix_cache").applied is False
+    assert knobs.view("prefix_cache").status is KnobStatus.APPLIED
+
+
+def test_a_change_does_not_wait_for_ever() -> None:
+    knobs, wire = model()
+    knobs.ingest(batch(1.0))
+    knobs.set({"prefix_cache": False})
+    for tick in range(200):
+        if isinstance(wire.sent[-1], CfgSet):
+            wire.refuse("busy")
+        else:
+            wire.replies[-1](cfg(5))
+            continue
+        if not knobs.pending:
+            break
+        knobs.ingest(batch(2.0 + tick))
+    view = knobs.view("prefix_cache")
+    assert (view.status, view.reason) == (KnobStatus.REFUSED, "refused")
+    assert 50 <= tick <= 150
