@@ -177,12 +177,9 @@ class KVManager:
 
     def resize_prefix(self, num_blocks: int) -> None:
         """Start over with an arena of another size for evicted prefixes."""
-        keys = [entry.key for _block, entry in self.host]
         self.host = HostCache(num_blocks, self.copies, self._lost)
         self.cache.set_host(self.host)
         self.copies.drop("prefix")
-        for key in keys:
-            self.cache.lost(key)
 
     def resize_swap(self, num_blocks: int) -> None:
         """Start over with swap space of another size. Nobody may have blocks there any more."""

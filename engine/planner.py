@@ -69,14 +69,30 @@ class Planner:
                 self._note_prefill(ones, request, 1)
         self._plan.decode_requests = self._plan.decode_tokens = decodes
         self._budget = budget
+        if turns is not None and budget > 0:
+            self._pass_turns_on(turns)
 
     def _turns(self) -> dict[int, int] | None:
         """Who may decode where the budget is less than one token for each that could; None: everybody."""
-        decoding = [r for r in self._running if r.num_known - r.num_computed == 1 and not _is_ending(r)]
+        decoding = list(filter(_decodes, self._running))
         if len(decoding) <= self._budget:
             return None
         self._plan.turns = choose_turns(decoding, self._budget, self._knobs, self._now_ns)
         return self._plan.turns
+
+    def _pass_turns_on(self, turns: dict[int, int]) -> None:
+        """Some whose turn it was had to make room. Others go instead, as far as there are blocks for them."""
+        rest = [request for request in self._running if _decodes(request) and request.rid not in turns]
+        instead = choose_turns(rest, self._budget, self._knobs, self._now_ns + len(turns))
+        turns |= instead
+        for request in rest:
+            if request.rid not in instead:
+                continue
+            if request.num_computed // self._pool.block_size >= len(request.block_table):
+                if not self._pool.num_available:
+                    continue
+                request.block_table += self._pool.allocate(1, request.rid)
+            self._give(request, 1)
 
     def _continue_prefills(self) -> None:
         """Running requests that lack several tokens, oldest first."""
@@ -277,6 +293,10 @@ class Planner:
     def _watermark(self) -> int:
         """Blocks left alone when a request starts beside others, so that they do not run out at once."""
         return self._pool.num_blocks // 100 if self._running else 0
+
+
+def _decodes(request: Request) -> bool:
+    return request.num_known - request.num_computed == 1 and not _is_ending(request)
 
 
 def _is_ending(request: Request) -> bool:

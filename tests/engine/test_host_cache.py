@@ -155,6 +155,8 @@ def test_a_hit_may_begin_on_the_device_and_end_in_host_memory() -> None:
     assert [index for index, _block in held.host] == list(range(6 - len(held.host), 6))
     again = finished(drive, ids(1, 25))
     assert (again.cached_tokens, again.host_hit_tokens) == (24, 4 * len(held.host))
+    assert sum(plan.hit_tokens for plan in drive.plans) == 24
+    assert sum(plan.host_hit_tokens for plan in drive.plans) == 4 * len(held.host)
 
 
 def test_a_restored_block_stays_in_host_memory() -> None:
@@ -195,6 +197,30 @@ def test_evicted_means_from_both() -> None:
     assert (gone.cached_tokens, gone.miss_reason) == (0, MISS_EVICTED)
 
 
+def test_a_restored_prefix_counts_as_used() -> None:
+    """It stays in host memory while others that were not asked for make room."""
+    drive = Drive(num_blocks=16, prefix_blocks=6)
+    used, unused = finished(drive, ids(1, 17)), finished(drive, ids(2, 9))
+    evict_all(drive)
+    assert drive.scheduler.host_blocks_used == 6
+    assert finished(drive, ids(1, 17)).host_hit_tokens == 16
+    finished(drive, ids(3, 12))
+    host = drive.scheduler.kv.host
+    assert [host.get(key) is not None for key in used.block_keys] == [True] * 4
+    assert [host.get(key) is not None for key in unused.block_keys] == [False] * 2
+
+
+def test_a_tier_larger_than_the_memory_of_evictions_still_tells_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaves host memory was evicted then, however long ago it had left the pool."""
+    monkeypatch.setattr("engine.prefix_cache.MAX_GHOSTS", 2)
+    drive = Drive(num_blocks=8, prefix_blocks=8)
+    finished(drive, ids(1, 5))
+    finished(drive, ids(2, 32))
+    finished(drive, ids(3, 32))
+    again = finished(drive, ids(1, 5))
+    assert (again.cached_tokens, again.miss_reason) == (0, MISS_EVICTED)
+
+
 def test_a_salt_keeps_host_memory_apart() -> None:
     drive = Drive(num_blocks=8, prefix_blocks=20)
     finished(drive, ids(1, 17), salt="a")
@@ -215,6 +241,19 @@ def test_what_went_wrong_is_not_found_in_host_memory() -> None:
     assert finished(drive, ids(1, 17)).cached_tokens == 0
     assert finished(drive, ids(2, 9)).host_hit_tokens == 8
     assert right.cached_tokens == 0
+
+
+def test_blocks_that_were_given_up_unmade_serve_again_after_the_launch() -> None:
+    drive = Drive(num_blocks=8, prefix_blocks=4)
+    wrong = finished(drive, ids(1, 17))
+    drive.add(ids(50, 32), 1)
+    drive.plan()
+    assert drive.scheduler.host_blocks_used == 4
+    drive.scheduler.distrust(wrong)
+    assert (drive.scheduler.host_blocks_used, drive.scheduler.kv.host.arena.num_free) == (0, 0)
+    drive.step()
+    assert drive.scheduler.kv.host.arena.num_free == 4
+    drive.run()
 
 
 def test_switching_the_prefix_cache_off_forgets_host_memory() -> None:

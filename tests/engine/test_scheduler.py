@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.planner import MAX_DEFERRED
-from engine.prefix_cache import MISS_NO_MATCH, MISS_OFF, MISS_SHORT
+from engine.prefix_cache import MISS_NO_MATCH, MISS_NO_RUN, MISS_OFF, MISS_SHORT
 from ipc.messages import BLOCK_FREE
 from tests.engine.drive import Drive, expected_output
 
@@ -405,6 +405,19 @@ def test_contiguous_reserves_the_maximum() -> None:
     assert shares == {"contiguous": (3, 36, 24), "paged": (6, 12, 48)}
 
 
+def test_a_hit_is_given_up_where_it_lies_in_the_way_of_the_only_run() -> None:
+    """Contiguous: ten blocks, a cached prefix in the middle, and a request that needs eight in a row."""
+    drive = Drive(num_blocks=10, block_size=4, kv_allocation="contiguous")
+    drive.add(prompt(1, 15), 2)
+    drive.add(prompt(2, 23), 2)
+    drive.run()
+    request = drive.add([*prompt(2, 12), 5], 20)
+    drive.step()
+    assert request.block_table == list(range(8))
+    assert (request.cached_tokens, request.miss_reason) == (0, MISS_NO_RUN)
+    drive.run()
+
+
 def test_requests_of_one_prefix_compute_it_once() -> None:
     """Those that arrive together wait one step for the first to compute what they share."""
     drive = Drive(num_blocks=400, block_size=4)
@@ -526,21 +539,29 @@ def test_a_plan_that_cannot_go_on_says_why() -> None:
 
 
 def test_each_preemption_names_victim_cause_and_loss() -> None:
-    """For lack of blocks: the latest in the order, by whoever needed the blocks, perhaps itself."""
-    drive = Drive(num_blocks=6, block_size=4, prefix_cache=False)
-    first, second = drive.add(prompt(1, 9), 10), drive.add(prompt(2, 7), 10)
-    drive.run()
-    records = [(p.request, p.by, p.reason, p.mode) for p in drive.preemptions]
-    assert (second, first.rid, "blocks", "recompute") in records or (
+    """For lack of blocks the latest in the order goes, for whoever needed them: another one, or itself."""
+    drive = Drive(num_blocks=4, block_size=4, prefix_cache=False)
+    first, second = drive.add(prompt(1, 7), 8), drive.add(prompt(2, 7), 8)
+    while not drive.preemptions:
+        drive.step()
+    record = drive.preemptions[0]
+    assert (record.request, record.by, record.reason, record.mode) == (
         second,
-        second.rid,
+        first.rid,
         "blocks",
         "recompute",
-    ) in records
-    assert {request for request, *_ in records} == {second}
-    assert sum(p.lost_tokens for p in drive.preemptions) == second.lost_tokens == second.recompute_tokens > 0
-    assert second.preempt_reason == "blocks"
-    assert second.preempt_count == len(records)
+    )
+    assert record.lost_tokens == 8
+    drive.run()
+    assert sum(p.lost_tokens for p in drive.preemptions) == second.lost_tokens == second.recompute_tokens
+    assert (second.preempt_reason, second.preempt_count) == ("blocks", len(drive.preemptions))
+    drive = Drive(num_blocks=4, block_size=4, prefix_cache=False)
+    drive.add(prompt(1, 5), 8)
+    second = drive.add(prompt(2, 7), 8)
+    while not drive.preemptions:
+        drive.step()
+    assert (drive.preemptions[0].request, drive.preemptions[0].by) == (second, second.rid)
+    drive.run()
 
 
 def test_a_rebuild_is_a_preemption_of_everybody() -> None:
@@ -625,18 +646,20 @@ def test_who_waited_while_a_batch_ran_has_waited() -> None:
 
 def test_preempted_members_do_not_wait_again() -> None:
     """Nor does anybody new slip into their batch, though nothing runs at that moment."""
-    drive = Drive(batching="static", batch_wait_ms=20.0, max_num_seqs=4)
-    members = [drive.add(prompt(seed, 3), 6) for seed in (1, 2)]
-    while not drive.scheduler.running:
-        drive.step()
+    drive = Drive(batching="static", batch_wait_ms=10_000.0, max_num_seqs=3)
+    members = [drive.add(prompt(seed, 3), 6) for seed in (1, 2, 4)]  # so many that it starts at once
     drive.step()
+    drive.finish(members.pop())
+    drive.finish(members.pop())
     newcomer = drive.add(prompt(3, 3), 1)
     drive.rebuild(64, 4)
     plan = drive.step()
     assert plan.wake_ns is None
     assert [row.request for row in plan.scheduled] == members
     assert newcomer.sched_ns is None
-    drive.run()
+    while drive.scheduler.running:
+        drive.step()
+    assert drive.step().wake_ns == newcomer.arrive_ns + 10_000_000_000
 
 
 def test_continuous_batching_waits_for_nobody() -> None:
@@ -660,6 +683,20 @@ def test_equals_take_turns_where_a_step_has_too_few_tokens() -> None:
         assert max(outputs) - min(outputs) <= 1
     assert sum(outputs) == 5 + 60
     drive.run()
+
+
+def test_a_turn_passes_to_others_where_its_request_has_to_make_room() -> None:
+    """One token a step and no block left for the one whose turn it is: the step is not wasted."""
+    drive = Drive(num_blocks=4, block_size=4, prefix_cache=False)
+    first, second = drive.add(prompt(1, 5), 9), drive.add(prompt(2, 7), 9)
+    drive.step()
+    drive.flip(max_num_batched_tokens=1)
+    while not drive.preemptions:
+        assert drive.step().scheduled
+    assert [(p.request, p.by) for p in drive.preemptions] == [(second, second.rid)]
+    assert drive.trace[-1] == [(1, 1)]
+    drive.run()
+    assert first.preempt_count == 0
 
 
 def test_turns_keep_levels_apart() -> None:

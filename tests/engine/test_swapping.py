@@ -75,6 +75,22 @@ def test_it_goes_on_in_the_phase_it_was_in() -> None:
     assert right(late, early)
 
 
+def test_one_that_lacks_the_last_token_of_its_prompt_has_not_begun_to_decode() -> None:
+    drive = swapping(prefill_chunk_tokens=3)
+    request = drive.add(ids(1, 7), 4)
+    drive.step()
+    drive.step()
+    assert request.num_computed == 6
+    drive.preempt(request)
+    plan = drive.plan()
+    assert (request.state, request.num_computed) == ("prefill", 6)
+    assert (plan.prefill_tokens, plan.decode_tokens) == (1, 0)
+    drive.launch(plan)
+    drive.run()
+    assert request.first_ns is not None
+    assert right(request)
+
+
 def test_what_the_prefix_cache_still_holds_is_not_copied_back() -> None:
     drive = swapping()
     request = decoding(drive)
@@ -291,7 +307,7 @@ def test_a_higher_priority_swaps_its_victim() -> None:
 
 
 def test_a_token_on_its_way_belongs_to_the_swapped_request() -> None:
-    """A request is preempted while the step in flight still owes it a token: it gets it, and goes on after."""
+    """A request is preempted while the step in flight still owes it a token: it gets it."""
     drive = swapping(overlap=True, prefix_cache=False)
     request = decoding(drive)
     assert request.num_pending == 1
@@ -334,7 +350,7 @@ def test_the_block_map_shows_swap_space_behind_the_prefix_tier() -> None:
 
 
 def test_a_plan_that_is_not_launched_keeps_its_copies() -> None:
-    """Out, in and out again in three plans of which none was launched; the fourth makes all of it, in order."""
+    """Out, in and out again in plans that were never launched: the next step makes all of it, in order."""
     drive = swapping(prefix_cache=False)
     request = decoding(drive)
     drive.preempt(request)
@@ -347,3 +363,19 @@ def test_a_plan_that_is_not_launched_keeps_its_copies() -> None:
     assert isinstance(drive.copies[0], Copy)
     drive.run()
     assert right(request)
+
+
+def test_what_came_back_is_found_by_others() -> None:
+    """Its blocks were evicted while it waited; restored, they are shared again."""
+    drive = swapping(num_blocks=12, policy="priority", priority_ageing_s=100.0, max_num_seqs=2)
+    request = drive.add(ids(1, 17), 12, priority=5)
+    drive.step()
+    drive.preempt(request)
+    drive.add(ids(2, 44), 4)
+    while not request.is_running:
+        drive.step()
+    assert request.resume_hit_tokens == 0
+    other = drive.add(ids(1, 17), 2)
+    drive.run()
+    assert other.cached_tokens == 16
+    assert right(request, other)

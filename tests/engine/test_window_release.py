@@ -129,17 +129,42 @@ def test_the_head_of_a_chain_outlives_its_tail() -> None:
     assert len(found.blocks) == 3
 
 
-def test_a_shared_block_is_shown_with_an_owner_that_has_it_in_its_window() -> None:
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_shared_block_is_shown_with_an_owner_that_has_it_in_its_window(ends: bool) -> None:
+    """Whether the one ahead leaves the block behind or ends: it is the other one's then."""
     drive = Drive(window=8)
-    first, second = drive.add(ids(1, 9), 30), drive.add([*ids(1, 8), 5], 30)
-    drive.step()
-    drive.step()
-    assert first.block_table[1] == second.block_table[1] != NO_BLOCK
-    shared = first.block_table[1]
-    while first.block_table[1] != NO_BLOCK:
+    first = drive.add([*ids(1, 16), 3], 30)
+    for _ in range(3):
         drive.step()
-    if second.block_table[1] == shared:
-        assert drive.scheduler.view(0).owner[shared] == second.rid
+    second = drive.add([*ids(1, 16), 5], 30)
+    drive.step()
+    shared = first.block_table[3]
+    assert second.block_table[3] == shared != NO_BLOCK
+    assert first.block_table.count(NO_BLOCK) == 3 > second.block_table.count(NO_BLOCK) == 2
+    assert drive.scheduler.view(0).owner[shared] == first.rid
+    if ends:
+        drive.finish(first)
+    while first.block_table[3:4] == [shared]:
+        drive.step()
+    assert second.block_table[3] == shared
+    assert drive.scheduler.view(0).owner[shared] == second.rid
     drive.run()
     assert right(first)
     assert right(second)
+
+
+def test_a_hit_keeps_what_lies_before_the_window_fresh() -> None:
+    """Blocks that a hit only leads through count as used: another chain is evicted first."""
+    drive = Drive(num_blocks=24, window=4)
+    for seed in (1, 2):
+        drive.add(ids(seed, 33), 1)
+        drive.run()
+    again = drive.add(ids(1, 33), 8)
+    drive.step()
+    assert again.block_table[:7] == [NO_BLOCK] * 7
+    pool, sampling = drive.scheduler.pool, again.sampling
+    held = pool.allocate(pool.num_available - 8, 99)
+    assert len(drive.scheduler.find(Request(98, ids(1, 33), sampling)).blocks) == 8
+    assert len(drive.scheduler.find(Request(99, ids(2, 33), sampling)).blocks) < 8
+    pool.release(held)
+    drive.run()
