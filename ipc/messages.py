@@ -426,8 +426,8 @@ class StepRow(_Struct, array_like=True, frozen=True, kw_only=True):
     ``dur_us`` is the time that the step took out of the engine: from its own begin, or from the end of the
     step before it where that came later. ``plan_us`` to ``sample_us`` are of this step. Text and sockets are
     other threads' work, which no step waits for: ``tokenize_us``, ``detokenize_us`` and ``send_us`` are what
-    they did since the row before. ``overlap_us`` is the part of planning, preparing, accepting and publishing
-    that was done while a forward pass ran, so it took nothing out of the engine.
+    they did since the row before. ``overlap_us`` is the part of planning, preparing and publishing that
+    was done while a forward pass ran, so it took nothing out of the engine.
     """
 
     v: Annotated[int, Meta(ge=2, le=2)]
