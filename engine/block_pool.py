@@ -59,7 +59,6 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.used_tokens = 0  # tokens held in used blocks, a shared block counted once
-        self.evictions = 0
         self._on_evict = on_evict
         self._refs = array("i", bytes(4 * num_blocks))
         self._fill = array("H", bytes(2 * num_blocks))
@@ -261,7 +260,6 @@ class BlockPool:
     def _give_up(self, block: int) -> None:
         self._keyed[block] = 0
         self._fill[block] = 0
-        self.evictions += 1
         self._on_evict(block)
 
 

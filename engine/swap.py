@@ -24,7 +24,6 @@ from engine.plan import Arena, Copy
 from engine.timing import Timer
 
 STAGING_BYTES = 64 << 20  # of a GPU's memory that one transfer takes at most
-ARENAS: tuple[Arena, ...] = ("swap", "prefix")
 
 
 class CopyFailed(RuntimeError):
