@@ -196,6 +196,14 @@ class Soak:
         knob = self.random.choice(list(self.flips))
         self.set(knob, self.random.choice(self.flips[knob]))
 
+    def calm(self) -> None:
+        """Give each knob its default and keep nothing for reuse, so that two looks can be compared."""
+        values = {knob: BY_ID[knob].default for knob in self.flips} | {"prefix_cache": False}
+        changes = {knob: value for knob, value in values.items() if self.core.knobs[knob] != value}
+        if changes:
+            self.core.propose(changes, self.core.knobs.rev)
+            self.core.step()
+
     def set(self, knob: str, value: KnobValue) -> None:
         try:
             self.core.propose({knob: value}, self.core.knobs.rev)

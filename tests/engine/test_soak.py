@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import tracemalloc
@@ -11,10 +12,12 @@ from tests.engine.core_harness import load, tiny_folder
 from tests.engine.soaking import FLIPS, Soak
 
 REQUESTS = 10_000
+TRACED = 1000
 WITH_THREADS = 1500
 POOL_TOKENS = 256
 MAX_OPEN = 128
-MAX_GROWTH_BYTES = 5 << 20
+MAX_BYTES_A_REQUEST = (5 << 20) / 5000
+MAX_OBJECTS_A_REQUEST = 0.2
 
 
 def soak(seed: int, *, real_time: bool = False) -> Soak:
@@ -50,24 +53,32 @@ def run_until(load: Soak, requests: int) -> None:
 
 def test_ten_thousand_requests() -> None:
     """A08, B05, B07, C01: the ledger holds after every step, each request ends once with its whole text, none
-    is overtaken without bound, and what the second half leaves in memory is nothing."""
+    is overtaken without bound, and nothing is left in memory.
+
+    From half of the requests on, the objects that Python holds are counted, at rest; the bytes are, where it
+    is bearable that each allocation takes thrice as long.
+    """
     load = soak(1)
     before = set(threading.enumerate())
-    run_until(load, REQUESTS // 2 - 500)
+    run_until(load, REQUESTS // 2)
+    load.calm()
+    assert load.at_rest() == []
+    objects = sys.getallocatedblocks()
+    run_until(load, REQUESTS - TRACED)
+    load.calm()
+    assert load.at_rest() == []
+    more = sys.getallocatedblocks() - objects
+    assert more < MAX_OBJECTS_A_REQUEST * (REQUESTS / 2 - TRACED), f"{more} objects more"
     tracemalloc.start()
     try:
-        run_until(load, REQUESTS // 2)
-        assert load.at_rest() == []
-        middle = tracemalloc.get_traced_memory()[0]
         run_until(load, REQUESTS)
+        load.calm()
         assert load.at_rest() == []
-        grown = tracemalloc.get_traced_memory()[0] - middle
+        held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert grown < MAX_GROWTH_BYTES, f"{grown} bytes more than after half of the requests"
+    assert held < MAX_BYTES_A_REQUEST * TRACED, f"{held} bytes more"
     _much_happened(load)
-    load.set("overlap", False)
-    load.core.step()
     assert set(threading.enumerate()) == before
 
 
@@ -75,7 +86,8 @@ def _much_happened(load: Soak) -> None:
     """Each thing that the soak is about took place, so that it can have been seen to go well."""
     counts = load.counts
     assert counts["ended"] == counts["submitted"] == REQUESTS
-    assert counts["applied, ok"] == counts["flips"]
+    assert counts["applied, ok"] >= counts["flips"]
+    assert not counts["applied, rolled_back"]
     for knob, values in FLIPS.items():
         if not BY_ID[knob].reason:
             assert all(counts[f"{knob}={value}"] for value in values), f"{knob} was not given every value"
