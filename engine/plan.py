@@ -88,7 +88,3 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return self.prefill_tokens + self.decode_tokens
-
-    @property
-    def preempted(self) -> list[Request]:
-        return [preemption.request for preemption in self.preemptions]

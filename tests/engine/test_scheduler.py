@@ -361,7 +361,7 @@ def test_neighbouring_blocks_are_taken_only_if_they_make_a_run(
     assert [request.block_table for request in low] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     head = drive.add(prompt(7, 13), 4, priority=5)
     plan = drive.step()
-    assert sorted(request.rid for request in plan.preempted) == victims
+    assert sorted(preemption.request.rid for preemption in plan.preemptions) == victims
     assert head.is_running == bool(victims)
     drive.run()
 
