@@ -117,7 +117,7 @@ def test_a_refused_undo_can_be_tried_again() -> None:
     knobs.set({"prefix_cache": False})
     knobs.ingest(batch(1.0, events=[applied(wire.accept(), 5, {"prefix_cache": False})]))
     knobs.undo()
-    wire.refuse("busy")
+    wire.refuse("not_ready")
     assert knobs.can_undo
 
 
