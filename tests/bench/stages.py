@@ -29,7 +29,7 @@ STAGES = (
 BESIDE = ("tokenize_us", "detokenize_us", "send_us")
 PARTS = ("attention_us", "linear_us", "head_us")
 REQUEST_STAGES = tuple(stage for stage in STAGES if stage not in (*PARTS, "publish_us"))
-STAMPS = 12  # clock readings that timing the stages takes in a step, at most
+STAMPS = 24  # clock readings that timing the stages takes in a step, at most
 
 
 def step_table(rows: Sequence[m.StepRow]) -> list[dict[str, Any]]:
