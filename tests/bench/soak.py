@@ -257,7 +257,8 @@ def high_load(fleet: Fleet, pick: random.Random, seconds: float) -> dict[str, fl
     """Always twice as many requests of high priority as there are seats, and one low one among them.
 
     Ageing promises that only those overtake it that come within the ageing time multiplied by the
-    difference of the levels; then those that are there must still run, which may take three times what a high one takes.
+    difference of the levels; those that are there then must still run, which may take three times what
+    the slowest high one took.
     """
     configure(fleet.clients[0], {"policy": "priority", "max_num_seqs": 4, "priority_ageing_s": AGEING_S})
     high: list[Open] = []
