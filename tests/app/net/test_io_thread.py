@@ -253,7 +253,7 @@ def test_lost_telemetry_is_counted_resynced_and_drawn_as_a_gap(live: Console) ->
             float(np.nansum(seen.timeline.column("steps")[seen.timeline.times() > begun_s + 0.5]))
             for seen in (live.session, other.session)
         ]
-        assert drawn[1] <= drawn[0]
+        assert drawn[1] <= drawn[0] + 1e-6  # sums of parts of steps, in another order
         assert drawn[0] - drawn[1] <= missing
     finally:
         other.close()
