@@ -330,7 +330,7 @@ def test_five_hundred_at_once_need_no_more_descriptors_than_one(live: Console) -
     """H09: concurrency 500 on two sockets; no error of the client's own."""
     spec = WorkloadSpec(
         arrival="concurrency", concurrency=500, num_requests=500, duration_s=None, input_tok=(4, 4),
-        output_tok=(1, 2), ignore_eos=True,
+        output_tok=(60, 80), ignore_eos=True,
     )  # fmt: skip
     with Client(live.session.link.endpoint, name="wide") as client:
         client.hello()
