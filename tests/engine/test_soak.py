@@ -8,6 +8,7 @@ import time
 import tracemalloc
 
 from engine.knobs import BY_ID
+from ipc.messages import KnobValue
 from tests.engine.core_harness import load, tiny_folder
 from tests.engine.soaking import FLIPS, Soak
 
@@ -25,7 +26,7 @@ def soak(seed: int, *, real_time: bool = False) -> Soak:
     return Soak(loaded, seed, pool_tokens=POOL_TOKENS, real_time=real_time)
 
 
-def some(load: Soak, requests: int) -> None:
+def some(load: Soak, requests: int, *, flips: bool = True) -> None:
     """Submit some requests, up to ``requests`` in all, and perhaps cancel and flip."""
     pick = load.random
     if load.counts["submitted"] < requests and load.num_open < MAX_OPEN and pick.random() < 0.5:
@@ -34,21 +35,30 @@ def some(load: Soak, requests: int) -> None:
                 break
     if pick.random() < 0.05:
         load.cancel()
-    if pick.random() < 0.1:
+    if flips and pick.random() < 0.1:
         load.flip()
 
 
-def run_until(load: Soak, requests: int) -> None:
+def run_until(load: Soak, requests: int, *, flips: bool = True) -> None:
     """Step until so many requests were submitted in all, and have ended."""
     idle = 0
     while load.counts["submitted"] < requests or load.num_open:
-        some(load, requests)
+        some(load, requests, flips=flips)
         if load.random.random() < 0.1:
             load.preempt()
         load.tick()
         idle = 0 if load.core.step() else idle + 1
         assert idle < 1000, f"{load.num_open} requests are open and nothing is done"
         assert not load.faults, load.faults[:5]
+
+
+def run_urgent(load: Soak, requests: int) -> None:
+    """So many more requests for three places: random flips seldom let one give way to a more urgent one."""
+    changes: dict[str, KnobValue] = {"policy": "priority", "priority_ageing_s": 0.5, "max_num_seqs": 3}
+    for preemption in ("recompute", "swap"):
+        load.core.propose(changes | {"preemption": preemption}, load.core.knobs.rev)
+        load.core.step()
+        run_until(load, load.counts["submitted"] + requests, flips=False)
 
 
 def test_ten_thousand_requests() -> None:
@@ -60,6 +70,7 @@ def test_ten_thousand_requests() -> None:
     """
     load = soak(1)
     before = set(threading.enumerate())
+    run_urgent(load, 200)
     run_until(load, REQUESTS // 2)
     load.calm()
     assert load.at_rest() == []
