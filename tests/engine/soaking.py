@@ -38,6 +38,7 @@ from ipc.messages import (
     Tokens,
 )
 
+SWAP_SPACE: dict[str, KnobValue] = {"swap_space_gib": 0.001}  # 1 GiB of tiny blocks is four million to check
 FIRST_RID = 4 << 50  # no time, token or size is as great: a container that holds one is keyed by request
 STEP_NS = 10_000_000
 LEVELS = 5  # priorities 0 to 4
@@ -108,7 +109,7 @@ class Soak:
             model=Path(loaded.info.path), kv_pool_bytes=pool_tokens * per_token, check=True, stall_after_s=1e6
         )
         clock: dict[str, Any] = {} if real_time else {"clock_ns": self.clock_ns}
-        knobs = KnobStore(KnobContext(), {"swap_space_gib": 0.001})  # of tiny blocks 1 GiB are too many
+        knobs = KnobStore(KnobContext(), SWAP_SPACE)
         self.core = EngineCore(loaded, config, knobs, self.sink, **clock)
         self.core._rids = count(FIRST_RID)
         self.flips = {knob: values for knob, values in FLIPS.items() if not BY_ID[knob].reason}
@@ -197,8 +198,8 @@ class Soak:
         self.set(knob, self.random.choice(self.flips[knob]))
 
     def calm(self) -> None:
-        """Give each knob its default and keep nothing for reuse, so that two looks can be compared."""
-        values = {knob: BY_ID[knob].default for knob in self.flips} | {"prefix_cache": False}
+        """Give each knob its first value and keep nothing for reuse, so that two looks can be compared."""
+        values = {knob: BY_ID[knob].default for knob in self.flips} | SWAP_SPACE | {"prefix_cache": False}
         changes = {knob: value for knob, value in values.items() if self.core.knobs[knob] != value}
         if changes:
             self.core.propose(changes, self.core.knobs.rev)
