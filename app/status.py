@@ -44,7 +44,8 @@ def banner_message(session: SessionModel) -> Message | None:
             return Message("busy", tr("Applying a change"), tr_engine(state.stage), busy=True)
         return None
     if link.state in (LinkState.STARTING, LinkState.CONNECTING):
-        return Message("busy", tr("Starting the engine"), tr_engine(link.reason), busy=True)
+        title = tr("Starting the engine") if link.managed else tr("Connecting to the engine")
+        return Message("busy", title, tr_engine(link.reason), busy=True)
     if link.state is LinkState.LOADING:
         return _loading(session)
     if link.state is LinkState.OFFLINE:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from app.lab.workload import WorkloadSpec
 from app.net.supervisor import child_environment
 
 _KILL_AFTER_S = 0.5
+_SILENT_S = 5.0  # a generator that was told to stop reports four times a second, or it hangs
 
 
 class LoadError(Exception):
@@ -57,6 +59,8 @@ class LoadRun:
         self._progress = LoadProgress()
         self._spec: WorkloadSpec | None = None
         self._errors: deque[str] = deque(maxlen=20)
+        self._expected_s: float | None = None  # since when a report is due, once it was told to stop
+        self._ended_why = ""
 
     def start(self, spec: WorkloadSpec, ctl: str) -> None:
         """Start the generator against the engine at ``ctl``.
@@ -73,6 +77,7 @@ class LoadRun:
         self.session, self._rows, self._spec = "", [], spec
         self._reports.clear()
         self._errors.clear()
+        self._expected_s, self._ended_why = None, ""
         target = spec.rate_rps if spec.arrival != "concurrency" else None
         self._progress = LoadProgress(phase="starting", target_rps=target)
         try:
@@ -115,8 +120,12 @@ class LoadRun:
             self._errors.append(line.decode("utf-8", "replace").rstrip())
 
     def stop(self, drain: bool = True) -> None:
-        """Send nothing more; with ``drain`` let what is in flight end, else cancel it."""
+        """Send nothing more; with ``drain`` let what is in flight end, else cancel it.
+
+        A generator that hangs is ended by `poll` some seconds later.
+        """
         if self.running:
+            self._expected_s = self._expected_s or time.monotonic()
             self._write(Control(stop="drain" if drain else "now"))
 
     def poll(self) -> LoadProgress:
@@ -125,15 +134,28 @@ class LoadRun:
         ended = process is not None and process.poll() is not None
         if ended and self._reader is not None:
             self._reader.join(timeout=0.5)  # its last report is in the pipe still
+        if self._reports and self._expected_s is not None:
+            self._expected_s = time.monotonic()
         while self._reports:
             self._take(self._reports.popleft())
+        if process is not None and not ended:
+            self._end_hanging(process)
         if ended and process is not None and self._progress.phase not in ("done", "failed"):
             last = f": {self._errors[-1]}" if self._errors else ""
-            reason = f"the load generator ended by itself (exit code {process.returncode}){last}"
+            reason = self._ended_why or (
+                f"the load generator ended by itself (exit code {process.returncode}){last}"
+            )
             self._progress = replace(
                 self._progress, phase="failed", message=reason, valid=False, invalid_reasons=(reason,)
             )
         return self._progress
+
+    def _end_hanging(self, process: subprocess.Popen[bytes]) -> None:
+        """End a generator that was told to stop and says nothing more: it may be frozen."""
+        silent_s = time.monotonic() - self._expected_s if self._expected_s is not None else 0.0
+        if silent_s > _SILENT_S and not self._ended_why:
+            self._ended_why = f"the load generator did not stop within {_SILENT_S:.0f} s and was ended"
+            process.kill()
 
     def _take(self, report: Report) -> None:
         self._rows += report.rows

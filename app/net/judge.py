@@ -19,6 +19,7 @@ from ipc.liveness import Liveness, assess
 
 GOOD_AFTER_S = 10.0
 _NO_ANSWER_S = 2.0  # before "connecting" explains itself
+_ASK_AFTER_S = 8.0  # before it asks whether the address is the right one
 _LOST_S = 1.0  # an attached engine whose connection stays broken is taken for dead
 _SLOW_STEP_ROWS = 200
 
@@ -179,12 +180,21 @@ class Judge:
 
     def _unconnected(self, now_s: float, connection: Connection) -> tuple[LinkState, str]:
         if connection.lost_at_s is not None and now_s - connection.lost_at_s > _LOST_S and not self._managed:
-            return LinkState.DEAD, f"The engine at {connection.address} has closed the connection."
+            return LinkState.DEAD, (
+                f"The engine at {connection.address} has closed the connection. "
+                "When it is back there, this console is too."
+            )
         if connection.connected and connection.last_heard_s is not None:
             silent_s = now_s - connection.last_heard_s
             if silent_s > _NO_ANSWER_S:
                 return LinkState.UNRESPONSIVE, f"The engine has not answered for {silent_s:.1f} s."
-        if now_s - self._begun_s > _NO_ANSWER_S and not connection.connected:
+        waited_s = now_s - self._begun_s
+        if waited_s > _ASK_AFTER_S and not connection.connected and not self._managed:
+            return LinkState.CONNECTING, (
+                f"No engine answers at {connection.address}. Is it started, is this its control port, "
+                "and is the port forwarded? Stop engine ends the waiting."
+            )
+        if waited_s > _NO_ANSWER_S and not connection.connected:
             return LinkState.CONNECTING, f"No engine answers at {connection.address} yet."
         return LinkState.CONNECTING, ""
 

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from app.lab import generator as generator_module
+from app.lab import load_run as load_run_module
 from app.lab.generator import Generator
 from app.lab.load_run import LoadError, LoadRun
 from app.lab.loadgen import run
@@ -226,6 +227,26 @@ def test_a_generator_that_is_killed_is_told_and_the_run_invalid(live: Console, l
     assert not progress.valid
     assert "-9" in progress.message
     live.until(lambda: not live.session.kpis().running.value, "its requests cancelled")
+
+
+def test_a_generator_that_hangs_is_ended_once_it_was_told_to_stop(
+    live: Console, load: LoadRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be frozen for as long as it likes before that: it may also come back."""
+    monkeypatch.setattr(load_run_module, "_SILENT_S", 1.0)
+    load.start(msgspec.structs.replace(SHORT, num_requests=4000), live.session.link.endpoint)
+    until_ended(load, live, "running")
+    assert load._process is not None
+    os.kill(load._process.pid, signal.SIGSTOP)
+    load.stop(drain=True)
+    load.stop(drain=False)
+    until_ended(load, live)
+    progress = load.poll()
+    assert (progress.phase, load.running) == ("failed", False)
+    assert "did not stop" in progress.invalid_reasons[0]
+    load.start(SHORT, live.session.link.endpoint)
+    until_ended(load, live)
+    assert load.poll().phase == "done"
 
 
 def test_closing_ends_the_generator(live: Console, load: LoadRun) -> None:

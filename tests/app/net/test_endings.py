@@ -14,6 +14,7 @@ import pytest
 
 from app.lab.load_run import LoadRun
 from app.lab.workload import WorkloadSpec
+from app.net import judge
 from app.net.types import LinkState, StreamLost
 from ipc.messages import Error, Ping, Reply, Submit
 from tests.app.engines import ROOT, Console, ended, spec
@@ -177,7 +178,7 @@ def test_a_model_that_is_not_there_is_named(console: Console, tmp_path: Path) ->
     assert "nothing here" in " ".join((link.reason, *link.log_tail))
 
 
-def test_an_absent_engine_hangs_nothing(tmp_path: Path) -> None:
+def test_an_absent_engine_hangs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F06: connect to an address where nobody is, send, close: every call is answered, the thread ends."""
     made = Console()
     made.link.attach(f"ipc://{tmp_path}/nobody.ctl")
@@ -188,6 +189,10 @@ def test_an_absent_engine_hangs_nothing(tmp_path: Path) -> None:
     assert isinstance(replies[0], Error)
     assert replies[0].code == "not_ready"
     made.until(lambda: "No engine answers" in made.session.link.reason, "the explanation")
+    monkeypatch.setattr(judge, "_ASK_AFTER_S", 0.0)
+    made.until(lambda: "Stop engine ends the waiting" in made.session.link.reason, "what to look at")
+    made.link.stop_engine()
+    made.until_state(LinkState.OFFLINE)
     made.close()
     assert not made.link._thread.is_alive()
 
