@@ -1,0 +1,181 @@
+"""Which form serves how many rows, found by measuring, and the linear layer that follows it.
+
+As `engine.layers.linear` does for plain weights: one row is bound by reading the weight, many rows by
+arithmetic, and which kernel is best for each differs widely between CPUs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.layers.precision.forms import PrecisionForm, precision_forms
+from engine.layers.precision.product import Product, held_bytes
+from engine.layers.precision.weights import Kind, QuantizedWeight
+
+PROBE_ROWS = (1, 4, 16, 64, 256)
+"""Numbers of rows that are measured. A choice holds from above the one before up to its number."""
+FEW = 4  # up to so many rows pass over all samples, which shall not fit into caches
+MANY_ROWS_SAMPLES = 4
+SAME_LAYOUT_GAIN = 0.9  # a form that holds nothing more must take at most this part of the time
+EXTRA_LAYOUT_GAIN = 0.75  # and one that holds the weight a second time, this part
+HOPELESS = 3.0  # a form that takes this many times as long as another is not measured for more rows
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionChoice:
+    """``forms[i]`` serves ``from_rows[i]`` rows on, ascending from 1."""
+
+    kind: Kind
+    from_rows: tuple[int, ...]
+    forms: tuple[PrecisionForm, ...]
+
+    def form_for(self, rows: int) -> PrecisionForm:
+        """The form that a product of ``rows`` rows runs in."""
+        chosen = self.forms[0]
+        for start, form in zip(self.from_rows, self.forms, strict=True):
+            if rows >= start:
+                chosen = form
+        return chosen
+
+    @property
+    def distinct(self) -> tuple[PrecisionForm, ...]:
+        return tuple(dict.fromkeys(self.forms))
+
+    @property
+    def name(self) -> str:
+        """Such as ``int4=int4pack:1+dequant-fp32gemm:17``, each form with the rows it starts from."""
+        if len(self.forms) == 1:
+            return f"{self.kind}={self.forms[0].name}"
+        parts = (f"{form.name}:{start}" for start, form in zip(self.from_rows, self.forms, strict=True))
+        return f"{self.kind}={'+'.join(parts)}"
+
+
+class QuantizedLinear:
+    """``y = x @ weight.T + bias`` for x [rows, in] of any dtype; y has ``out_dtype``.
+
+    ``nbytes``: what is held, each tensor once however many forms share it.
+    """
+
+    __slots__ = ("_by_rows", "_many", "nbytes", "shape")
+
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        choice: PrecisionChoice,
+        out_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.shape = weight.shape
+        shared: dict[str, Tensor] = {}
+        built = {form: form.build(weight, bias, out_dtype, shared) for form in choice.distinct}
+        self._by_rows = tuple(built[choice.form_for(rows)] for rows in range(choice.from_rows[-1]))
+        self._many = built[choice.forms[-1]]
+        self.nbytes = held_bytes(tuple(built.values()))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        return self._many(x) if rows >= len(self._by_rows) else self._by_rows[rows](x)
+
+
+def usable_forms(
+    kind: Kind,
+    weights: Sequence[QuantizedWeight],
+    device: torch.device,
+    *,
+    dynamic: bool = False,
+    expand: bool = False,
+) -> list[PrecisionForm]:
+    """The forms that work here and can serve every one of the weights, without the reference.
+
+    dynamic: forms that quantize activations, and only those; without it only forms that do not, so that one
+    model never mixes the two. expand: also forms that hold more bytes than the weight's own.
+    """
+    wanted = ("int8", "fp8") if dynamic else ("kept", "bfloat16")
+    _, *forms = precision_forms(kind, device)
+    return [
+        form
+        for form in forms
+        if form.activations in wanted
+        and (expand or not form.expanded)
+        and all(form.refuses(weight) is None for weight in weights)
+    ]
+
+
+def choose_precision(
+    kind: Kind,
+    samples: Sequence[QuantizedWeight],
+    device: torch.device,
+    *,
+    dynamic: bool = False,
+    expand: bool = False,
+) -> PrecisionChoice:
+    """Measure the usable forms on ``samples`` (on ``device``) and choose by the number of rows.
+
+    Samples must hold a weight of every shape and layout that the choice shall serve. ValueError if no form
+    fits, such as ``dynamic`` for int4. See `usable_forms` for the flags.
+    """
+    if not samples or any(sample.kind != kind for sample in samples):
+        raise ValueError(f"at least one sample is needed, and all of them {kind}")
+    forms = usable_forms(kind, samples, device, dynamic=dynamic, expand=expand)
+    if not forms:
+        how = "quantized activations" if dynamic else "weights alone quantized"
+        raise ValueError(f"no form computes {kind} weights with {how} on {device.type}")
+    times = measure(forms, samples, device) if len(forms) > 1 else {forms[0]: dict.fromkeys(PROBE_ROWS, 0.0)}
+    # What serves many rows is held anyway and only gives way to something clearly better.
+    base = min(forms, key=lambda form: times[form][PROBE_ROWS[-2]] + times[form][PROBE_ROWS[-1]])
+    chosen = []
+    for rows in PROBE_ROWS:
+        best = min(forms, key=lambda form: times[form][rows])
+        gain = SAME_LAYOUT_GAIN if best.layout == base.layout else EXTRA_LAYOUT_GAIN
+        chosen.append(best if times[best][rows] <= gain * times[base][rows] else base)
+    starts, served = [1], [chosen[0]]
+    for before, form in zip(PROBE_ROWS, chosen[1:], strict=False):
+        if form is not served[-1]:
+            starts.append(before + 1)
+            served.append(form)
+    return PrecisionChoice(kind, tuple(starts), tuple(served))
+
+
+def measure(
+    forms: Sequence[PrecisionForm], samples: Sequence[QuantizedWeight], device: torch.device
+) -> dict[PrecisionForm, dict[int, float]]:
+    """Seconds of one pass over the samples for each form and number of rows, the best of some passes.
+
+    A form that is hopeless for some number of rows from `FEW` on is not measured for more: its time is
+    infinite there.
+    """
+    built = {form: [form.build(weight, None, torch.float32) for weight in samples] for form in forms}
+    times: dict[PrecisionForm, dict[int, float]] = {form: {} for form in forms}
+    for rows in PROBE_ROWS:
+        inputs = {weight.shape[1]: torch.ones(rows, weight.shape[1], device=device) for weight in samples}
+        used = slice(None) if rows <= FEW else slice(MANY_ROWS_SAMPLES)
+        for form in forms:
+            if float("inf") in times[form].values():
+                times[form][rows] = float("inf")
+                continue
+            passes = (_pass_s(built[form][used], inputs, device) for _ in range(4))
+            times[form][rows] = min(passes)
+        best = min(took[rows] for took in times.values())
+        for took in times.values():
+            if rows > FEW and took[rows] > HOPELESS * best:
+                took[rows] = float("inf")
+    return times
+
+
+def _pass_s(products: Sequence[Product], inputs: dict[int, Tensor], device: torch.device) -> float:
+    _finish(device)
+    start = time.perf_counter()
+    for product in products:
+        product(inputs[product.shape[1]])
+    _finish(device)
+    return time.perf_counter() - start
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
