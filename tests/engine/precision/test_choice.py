@@ -1,0 +1,118 @@
+"""Which form serves how many rows: what the measured times lead to, and the layer that follows it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.layers.precision import (
+    KINDS,
+    Kind,
+    PrecisionChoice,
+    QuantizedLinear,
+    choice,
+    choose_precision,
+    precision_forms,
+    quantize,
+    usable_forms,
+)
+from engine.layers.precision.choice import PROBE_ROWS
+
+CPU = torch.device("cpu")
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def with_times(monkeypatch: pytest.MonkeyPatch, **seconds: tuple[float, ...]) -> None:
+    def measured(
+        forms: list[choice.PrecisionForm], *_: object
+    ) -> dict[choice.PrecisionForm, dict[int, float]]:
+        never = (99.0,) * len(PROBE_ROWS)
+        return {
+            f: dict(zip(PROBE_ROWS, seconds.get(f.name.replace("-", "_"), never), strict=True)) for f in forms
+        }
+
+    monkeypatch.setattr(choice, "measure", measured)
+
+
+def chosen(kind: Kind, **flags: bool) -> str:
+    return choose_precision(kind, [quantize(normal(64, 64), kind)], CPU, **flags).name
+
+
+def test_few_rows_and_many_rows_get_what_is_fastest_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_times(monkeypatch, int4pack=(1, 2, 3, 30, 99), dequant_fp32gemm=(5, 5, 5, 6, 7))
+    assert chosen("int4") == "int4=int4pack:1+dequant-fp32gemm:17"
+    with_times(monkeypatch, int4pack=(1, 1, 1, 1, 1), dequant_fp32gemm=(5, 5, 5, 6, 7))
+    assert chosen("int4") == "int4=int4pack"
+
+
+def test_a_gain_within_the_noise_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_times(monkeypatch, int4pack=(4.6, 9, 9, 9, 9), dequant_fp32gemm=(5, 5, 5, 5, 5))
+    assert chosen("int4") == "int4=dequant-fp32gemm"
+
+
+def test_a_second_copy_needs_a_clear_gain_and_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"int8pack": (4.0, 5.0, 99.0, 99.0, 99.0), "fp16_packed": (5.0, 5.0, 5.0, 5.0, 5.0)}
+    with_times(monkeypatch, **times, dequant_fp32gemm=(9, 9, 9, 9, 9))
+    assert chosen("int8", expand=True) == "int8=fp16-packed"
+    assert chosen("int8") == "int8=int8pack:1+dequant-fp32gemm:5"
+    times["int8pack"] = (3.0, 5.0, 99.0, 99.0, 99.0)
+    with_times(monkeypatch, **times)
+    assert chosen("int8", expand=True) == "int8=int8pack:1+fp16-packed:2"
+
+
+def test_forms_that_quantize_activations_never_mix_with_those_that_do_not() -> None:
+    for kind in KINDS:
+        sample = [quantize(normal(64, 64), kind)]
+        plain = usable_forms(kind, sample, CPU, expand=True)
+        dynamic = usable_forms(kind, sample, CPU, dynamic=True)
+        assert plain
+        assert {form.activations for form in plain} <= {"kept", "bfloat16"}
+        assert {form.activations for form in dynamic} <= {"int8", "fp8"}
+        assert not any(form.expanded for form in usable_forms(kind, sample, CPU))
+    with pytest.raises(ValueError, match="no form computes int4 weights with quantized activations on cpu"):
+        choose_precision("int4", [quantize(normal(64, 64), "int4")], CPU, dynamic=True)
+
+
+def test_a_form_must_be_able_to_serve_every_sample() -> None:
+    samples = [quantize(normal(64, 64), "int4"), quantize(normal(64, 36), "int4")]
+    assert "int4pack" in {form.name for form in usable_forms("int4", samples[:1], CPU)}
+    assert "int4pack" not in {form.name for form in usable_forms("int4", samples, CPU)}
+
+
+def test_samples_must_be_of_the_kind() -> None:
+    for samples in ([], [quantize(normal(64, 64), "int8")]):
+        with pytest.raises(ValueError, match="all of them int4"):
+            choose_precision("int4", samples, CPU)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_measuring_ends_in_a_choice_that_computes_the_product(kind: Kind) -> None:
+    weight = quantize(normal(96, 64), kind)
+    found = choose_precision(kind, [weight], CPU)
+    assert found.name.startswith(f"{kind}=")
+    assert found.from_rows[0] == 1
+    layer = QuantizedLinear(weight, None, found)
+    for rows in (0, 1, 5, 70, 300):
+        x = normal(rows, 64)
+        torch.testing.assert_close(layer(x), x @ weight.dequantize().t(), rtol=0.02, atol=0.2)
+
+
+def test_a_layer_runs_the_form_of_its_number_of_rows_and_holds_each_tensor_once() -> None:
+    weight = quantize(normal(64, 128), "int8")
+    forms = {form.name: form for form in precision_forms("int8", CPU)}
+    few, many = forms["int8pack"], forms["dequant-fp32gemm"]
+    both = PrecisionChoice("int8", (1, 5), (few, many))
+    assert both.name == "int8=int8pack:1+dequant-fp32gemm:5"
+    layer = QuantizedLinear(weight, None, both)
+    for rows, form in ((1, few), (4, few), (5, many), (9, many)):
+        x = normal(rows, 128)
+        assert both.form_for(rows) is form
+        assert torch.equal(layer(x), form.build(weight, None, torch.float32)(x))
+    alone = QuantizedLinear(weight, None, PrecisionChoice("int8", (1,), (few,)))
+    assert layer.nbytes == alone.nbytes
+    assert alone.nbytes == pytest.approx(64 * 128, rel=0.06)
+    wide = QuantizedLinear(weight, None, PrecisionChoice("int8", (1, 5), (few, forms["fp16-packed"])))
+    assert wide.nbytes == pytest.approx(3 * 64 * 128, rel=0.06)
