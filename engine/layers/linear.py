@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,38 @@ from torch import Tensor
 from engine.memory import available_bytes
 
 Apply = Callable[[Tensor], Tensor]
+
+
+class LinearLayer(Protocol):
+    """A weight [out, in], in whatever precision, and how x [rows, in] is multiplied with it."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all forms of the weight."""
+        ...
+
+    @property
+    def own_bytes(self) -> int:
+        """The part of ``nbytes`` that is not the loaded weight itself, and is gone with this layer."""
+        ...
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The numbers of rows from which on another form serves."""
+        ...
+
+    def read_bytes(self, rows: int) -> int:
+        """Bytes of the weight that a product of ``rows`` rows reads."""
+        ...
+
+    def kernel(self, rows: int | None = None) -> str:
+        """What serves ``rows`` rows, or (None) each number of rows."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
 
 PROBE_ROWS = (1, 4, 32, 128)
 """Numbers of rows that are measured. A choice holds from its number up to the one before the next."""
@@ -103,7 +136,7 @@ class Linear:
     x may have any dtype, y has ``out_dtype``.
     """
 
-    __slots__ = ("_by_rows", "_many", "nbytes", "shape")
+    __slots__ = ("_by_rows", "_many", "choice", "nbytes", "own_bytes", "shape")
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, choice: Choice, out_dtype: torch.dtype = torch.float32
@@ -113,11 +146,51 @@ class Linear:
         # One entry a number of rows up to where the last form begins: a look-up, not a search, each call.
         self._by_rows = tuple(built[choice.form_for(rows)] for rows in range(choice.from_rows[-1]))
         self._many = built[choice.forms[-1]]
+        self.choice = choice
         self.nbytes = sum(weight.numel() * form.weight_dtype.itemsize for form in choice.distinct)
+        loaded = any(not form.packed and form.weight_dtype == weight.dtype for form in choice.distinct)
+        self.own_bytes = self.nbytes - (weight.nbytes if loaded else 0)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         return self._many(x) if rows >= len(self._by_rows) else self._by_rows[rows](x)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The numbers of rows from which on another form serves."""
+        return self.choice.from_rows
+
+    def read_bytes(self, rows: int) -> int:
+        """Bytes of the weight that a product of ``rows`` rows reads."""
+        return self.shape[0] * self.shape[1] * self.choice.form_for(rows).weight_dtype.itemsize
+
+    def kernel(self, rows: int | None = None) -> str:
+        """What serves ``rows`` rows, or (None) each number of rows."""
+        return self.choice.name if rows is None else self.choice.form_for(rows).name
+
+
+class JoinedLinear:
+    """Several layers over the same x whose results stand side by side: parts that cannot be one weight."""
+
+    __slots__ = ("nbytes", "own_bytes", "parts", "shape", "starts")
+
+    def __init__(self, parts: Sequence[LinearLayer]) -> None:
+        self.parts = tuple(parts)
+        self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        self.nbytes = sum(part.nbytes for part in parts)
+        self.own_bytes = sum(part.own_bytes for part in parts)
+        self.starts = tuple(sorted({start for part in parts for start in part.starts}))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=1)
+
+    def read_bytes(self, rows: int) -> int:
+        """Bytes of the weights that a product of ``rows`` rows reads."""
+        return sum(part.read_bytes(rows) for part in self.parts)
+
+    def kernel(self, rows: int | None = None) -> str:
+        """What serves ``rows`` rows, or (None) each number of rows, of each part that differs."""
+        return "&".join(dict.fromkeys(part.kernel(rows) for part in self.parts))
 
 
 def has_packing() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.linear import Linear
+from engine.layers.linear import LinearLayer
 
 
 class GatedMLP:
@@ -13,7 +13,7 @@ class GatedMLP:
 
     __slots__ = ("down", "gate_up", "intermediate")
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: LinearLayer, down: LinearLayer) -> None:
         self.gate_up = gate_up
         self.down = down
         self.intermediate = gate_up.shape[0] // 2

@@ -8,6 +8,7 @@ from engine.layers.precision.choice import (
     usable_forms,
 )
 from engine.layers.precision.forms import PrecisionForm, precision_forms, refused_forms
+from engine.layers.precision.fuse import fuse
 from engine.layers.precision.quantize import quantize, quantize_fp8, quantize_int4, quantize_int8
 from engine.layers.precision.weights import (
     KINDS,
@@ -32,6 +33,7 @@ __all__ = [
     "QuantizedLinear",
     "QuantizedWeight",
     "choose_precision",
+    "fuse",
     "precision_forms",
     "quantize",
     "quantize_fp8",

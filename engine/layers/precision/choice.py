@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.precision.forms import PrecisionForm, precision_forms
-from engine.layers.precision.product import Product, held_bytes
+from engine.layers.precision.product import ERRORS, Product, held_bytes
 from engine.layers.precision.weights import Kind, QuantizedWeight
 
 PROBE_ROWS = (1, 4, 16, 64, 256)
@@ -48,20 +48,21 @@ class PrecisionChoice:
 
     @property
     def name(self) -> str:
-        """Such as ``int4=int4pack:1+dequant-fp32gemm:17``, each form with the rows it starts from."""
+        """Such as ``int4:int4pack:1+dequant-fp32gemm:17``, each form with the rows it starts from."""
         if len(self.forms) == 1:
-            return f"{self.kind}={self.forms[0].name}"
+            return f"{self.kind}:{self.forms[0].name}"
         parts = (f"{form.name}:{start}" for start, form in zip(self.from_rows, self.forms, strict=True))
-        return f"{self.kind}={'+'.join(parts)}"
+        return f"{self.kind}:{'+'.join(parts)}"
 
 
 class QuantizedLinear:
     """``y = x @ weight.T + bias`` for x [rows, in] of any dtype; y has ``out_dtype``.
 
-    ``nbytes``: what is held, each tensor once however many forms share it.
+    ``nbytes``: what is held, each tensor once however many forms share it; ``own_bytes`` is the same, for
+    nothing of it is the loaded weight.
     """
 
-    __slots__ = ("_by_rows", "_many", "nbytes", "shape")
+    __slots__ = ("_by_rows", "_many", "choice", "nbytes", "own_bytes", "shape")
 
     def __init__(
         self,
@@ -75,11 +76,25 @@ class QuantizedLinear:
         built = {form: form.build(weight, bias, out_dtype, shared) for form in choice.distinct}
         self._by_rows = tuple(built[choice.form_for(rows)] for rows in range(choice.from_rows[-1]))
         self._many = built[choice.forms[-1]]
-        self.nbytes = held_bytes(tuple(built.values()))
+        self.choice = choice
+        self.nbytes = self.own_bytes = held_bytes(tuple(built.values()))
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         return self._many(x) if rows >= len(self._by_rows) else self._by_rows[rows](x)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The numbers of rows from which on another form serves."""
+        return self.choice.from_rows
+
+    def read_bytes(self, rows: int) -> int:
+        """Bytes of the weight that a product of ``rows`` rows reads."""
+        return held_bytes((self._many if rows >= len(self._by_rows) else self._by_rows[rows],))
+
+    def kernel(self, rows: int | None = None) -> str:
+        """What serves ``rows`` rows, or (None) each number of rows, such as ``int4:int4pack``."""
+        return self.choice.name if rows is None else f"{self.choice.kind}:{self.choice.form_for(rows).name}"
 
 
 def usable_forms(
@@ -88,22 +103,30 @@ def usable_forms(
     device: torch.device,
     *,
     dynamic: bool = False,
+    exact: bool = False,
     expand: bool = False,
 ) -> list[PrecisionForm]:
-    """The forms that work here and can serve every one of the weights, without the reference.
+    """The forms that work here and can serve every one of the weights; the reference only if no other can.
 
     dynamic: forms that quantize activations, and only those; without it only forms that do not, so that one
-    model never mixes the two. expand: also forms that hold more bytes than the weight's own.
+    model never mixes the two. exact: only forms that leave activations and scales as they are, so that a
+    row's product is that of the dequantized weight but for the rounding of float32 sums, however many rows
+    there are; with ``dynamic`` the activations are rounded nevertheless. expand: also forms that hold
+    more bytes than the weight's own.
     """
-    wanted = ("int8", "fp8") if dynamic else ("kept", "bfloat16")
-    _, *forms = precision_forms(kind, device)
-    return [
+    wanted: tuple[str, ...] = ("kept",) if exact else ("kept", "bfloat16")
+    if dynamic:
+        wanted = ("int8", "fp8")
+    reference, *forms = precision_forms(kind, device)
+    usable = [
         form
         for form in forms
         if form.activations in wanted
+        and (form.error <= ERRORS["kept"] if exact and not dynamic else not form.exact_only)
         and (expand or not form.expanded)
         and all(form.refuses(weight) is None for weight in weights)
     ]
+    return usable or ([] if dynamic else [reference])
 
 
 def choose_precision(
@@ -112,19 +135,24 @@ def choose_precision(
     device: torch.device,
     *,
     dynamic: bool = False,
+    exact: bool = False,
     expand: bool = False,
+    timed: bool = True,
 ) -> PrecisionChoice:
     """Measure the usable forms on ``samples`` (on ``device``) and choose by the number of rows.
 
     Samples must hold a weight of every shape and layout that the choice shall serve. ValueError if no form
-    fits, such as ``dynamic`` for int4. See `usable_forms` for the flags.
+    fits, such as ``dynamic`` for int4. See `usable_forms` for the flags. Not ``timed``, the first form
+    serves all.
     """
     if not samples or any(sample.kind != kind for sample in samples):
         raise ValueError(f"at least one sample is needed, and all of them {kind}")
-    forms = usable_forms(kind, samples, device, dynamic=dynamic, expand=expand)
+    forms = usable_forms(kind, samples, device, dynamic=dynamic, exact=exact, expand=expand)
     if not forms:
         how = "quantized activations" if dynamic else "weights alone quantized"
         raise ValueError(f"no form computes {kind} weights with {how} on {device.type}")
+    if not timed:
+        return PrecisionChoice(kind, (1,), (forms[0],))
     times = measure(forms, samples, device) if len(forms) > 1 else {forms[0]: dict.fromkeys(PROBE_ROWS, 0.0)}
     # What serves many rows is held anyway and only gives way to something clearly better.
     base = min(forms, key=lambda form: times[form][PROBE_ROWS[-2]] + times[form][PROBE_ROWS[-1]])

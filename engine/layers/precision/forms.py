@@ -36,7 +36,7 @@ class PrecisionForm:
     error: the bound of ``|y - exact| / (|x| |w|)`` with the Euclidean norms of the row of x and of the row
     of the weight, both as `QuantizedWeight.dequantize` gives it. layout: forms with the same layout hold the
     same tensors, and do so only once when they serve one weight together. expanded: holds more bytes than
-    the weight's own.
+    the weight's own. exact_only: another form does the same faster where the last bits do not matter.
     """
 
     name: str
@@ -47,6 +47,7 @@ class PrecisionForm:
     builder: Builder
     refuses: Callable[[QuantizedWeight], str | None]
     expanded: bool
+    exact_only: bool
 
     def build(
         self,
@@ -101,6 +102,7 @@ def _all_forms(kind: Kind, device_type: str) -> list[PrecisionForm]:
             builder=offer.builder,
             refuses=offer.refuses,
             expanded=offer.expanded,
+            exact_only=offer.exact_only,
         )
         for offer in (REFERENCE, *offered[kind])
     ]

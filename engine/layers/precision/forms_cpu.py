@@ -56,6 +56,12 @@ def expanded_fp32(weight: QuantizedWeight, shared: dict[str, Tensor]) -> Multipl
     return Multiply(tiles.product, tiles.held)
 
 
+def expanded_codes(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
+    """As `expanded_fp32`, from the weight's own codes and scales: nothing of them is rounded."""
+    tiles = tiles_of(weight)
+    return Multiply(tiles.product, tiles.held)
+
+
 def expanded_bf16(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
     """Expand part by part, multiply in bfloat16 with float32 sums."""
     tiles = tiles_of(weight)
@@ -164,6 +170,7 @@ OFFERED: dict[Kind, tuple[Offer, ...]] = {
     "int4": (
         Offer("dequant-fp32gemm", "kept", "int4pack", expanded_fp32, error=ERRORS["bfloat16"]),
         Offer("int4pack", "bfloat16", "int4pack", int4_kernel, int4pack.refuses),
+        Offer("codes-fp32gemm", "kept", "plain", expanded_codes, exact_only=True),
         _HALF,
     ),
     "fp8": (

@@ -51,6 +51,7 @@ class Offer:
     refuses: Callable[[QuantizedWeight], str | None] = never
     error: float | None = None  # None: as `ERRORS` says
     expanded: bool = False
+    exact_only: bool = False
 
 
 class Product:

@@ -43,24 +43,24 @@ def chosen(kind: Kind, **flags: bool) -> str:
 
 def test_few_rows_and_many_rows_get_what_is_fastest_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with_times(monkeypatch, int4pack=(1, 2, 3, 30, 99), dequant_fp32gemm=(5, 5, 5, 6, 7))
-    assert chosen("int4") == "int4=int4pack:1+dequant-fp32gemm:17"
+    assert chosen("int4") == "int4:int4pack:1+dequant-fp32gemm:17"
     with_times(monkeypatch, int4pack=(1, 1, 1, 1, 1), dequant_fp32gemm=(5, 5, 5, 6, 7))
-    assert chosen("int4") == "int4=int4pack"
+    assert chosen("int4") == "int4:int4pack"
 
 
 def test_a_gain_within_the_noise_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with_times(monkeypatch, int4pack=(4.6, 9, 9, 9, 9), dequant_fp32gemm=(5, 5, 5, 5, 5))
-    assert chosen("int4") == "int4=dequant-fp32gemm"
+    assert chosen("int4") == "int4:dequant-fp32gemm"
 
 
 def test_a_second_copy_needs_a_clear_gain_and_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"int8pack": (4.0, 5.0, 99.0, 99.0, 99.0), "fp16_packed": (5.0, 5.0, 5.0, 5.0, 5.0)}
     with_times(monkeypatch, **times, dequant_fp32gemm=(9, 9, 9, 9, 9))
-    assert chosen("int8", expand=True) == "int8=fp16-packed"
-    assert chosen("int8") == "int8=int8pack:1+dequant-fp32gemm:5"
+    assert chosen("int8", expand=True) == "int8:fp16-packed"
+    assert chosen("int8") == "int8:int8pack:1+dequant-fp32gemm:5"
     times["int8pack"] = (3.0, 5.0, 99.0, 99.0, 99.0)
     with_times(monkeypatch, **times)
-    assert chosen("int8", expand=True) == "int8=int8pack:1+fp16-packed:2"
+    assert chosen("int8", expand=True) == "int8:int8pack:1+fp16-packed:2"
 
 
 def test_forms_that_quantize_activations_never_mix_with_those_that_do_not() -> None:
@@ -74,6 +74,23 @@ def test_forms_that_quantize_activations_never_mix_with_those_that_do_not() -> N
         assert not any(form.expanded for form in usable_forms(kind, sample, CPU))
     with pytest.raises(ValueError, match="no form computes int4 weights with quantized activations on cpu"):
         choose_precision("int4", [quantize(normal(64, 64), "int4")], CPU, dynamic=True)
+
+
+def test_exact_forms_compute_the_dequantized_weight_in_float32() -> None:
+    for kind in KINDS:
+        weight = quantize(normal(64, 64), kind)
+        for form in usable_forms(kind, [weight], CPU, exact=True):
+            assert form.activations == "kept"
+            x = normal(5, 64)
+            got = form.build(weight, None, torch.float32)(x)
+            torch.testing.assert_close(got, x @ weight.dequantize().t(), rtol=1e-4, atol=1e-4)
+        assert not {form.name for form in usable_forms(kind, [weight], CPU)} & {"codes-fp32gemm", "reference"}
+
+
+def test_what_is_not_timed_takes_the_first_form() -> None:
+    sample = quantize(normal(64, 64), "int8")
+    found = choose_precision("int8", [sample], CPU, exact=True, timed=False)
+    assert found.name == "int8:dequant-fp32gemm"
 
 
 def test_a_form_must_be_able_to_serve_every_sample() -> None:
@@ -92,7 +109,7 @@ def test_samples_must_be_of_the_kind() -> None:
 def test_measuring_ends_in_a_choice_that_computes_the_product(kind: Kind) -> None:
     weight = quantize(normal(96, 64), kind)
     found = choose_precision(kind, [weight], CPU)
-    assert found.name.startswith(f"{kind}=")
+    assert found.name.startswith(f"{kind}:")
     assert found.from_rows[0] == 1
     layer = QuantizedLinear(weight, None, found)
     for rows in (0, 1, 5, 70, 300):
@@ -105,7 +122,7 @@ def test_a_layer_runs_the_form_of_its_number_of_rows_and_holds_each_tensor_once(
     forms = {form.name: form for form in precision_forms("int8", CPU)}
     few, many = forms["int8pack"], forms["dequant-fp32gemm"]
     both = PrecisionChoice("int8", (1, 5), (few, many))
-    assert both.name == "int8=int8pack:1+dequant-fp32gemm:5"
+    assert both.name == "int8:int8pack:1+dequant-fp32gemm:5"
     layer = QuantizedLinear(weight, None, both)
     for rows, form in ((1, few), (4, few), (5, many), (9, many)):
         x = normal(rows, 128)
