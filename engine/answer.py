@@ -164,6 +164,10 @@ class Answers:
         for request in list(self.live.values()):
             self._end(request, finish, now_ns, code=code, message=message)
 
+    def tell(self, event: Event) -> None:
+        """Give the sink one event at once, ahead of those that wait for `flush`."""
+        self._sink([event])
+
     def flush(self) -> None:
         """Give the sink what happened, then the delivery the new tokens and ends.
 

@@ -63,10 +63,10 @@ def bring_up(
     if info.uuid:
         follow_gpu(info.uuid)
     usable = tuple(name for name in names() if probe(name, loaded.spec, device, dtype) is None)
-    context = KnobContext(device=info.kind, attention=usable)
+    context = KnobContext(device=info.kind, attention=usable, quantization=loaded.info.quantization)
     knobs = KnobStore(context, config.knobs)
     progress("allocating the KV pool", 0, 0)
-    core = EngineCore(loaded, config, knobs, sink, device_info=info, consume=True)
+    core = EngineCore(loaded, config, knobs, sink, device_info=info, consume=True, progress=progress)
     log.info("%s is ready on %s in %s", loaded.info.name, info.name, loaded.info.dtype)
     return core, knobs, loaded.tokenizer
 

@@ -1,4 +1,4 @@
-"""The text that key and value scales are measured on: prose, dialogue, figures, a list and some code.
+"""The text that scales and codes are measured on: prose, dialogue, figures, a list and some code.
 
 What matters is not its content but that the largest keys and values over it are like those over other texts,
 so it is varied, and long enough for each head to see different neighbours.
@@ -6,7 +6,17 @@ so it is varied, and long enough for each head to see different neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, Ints
+from engine.batch import BatchBuilder, TextRow
+from engine.kv_cache import KVCache
+from engine.models.decoder import Decoder
+from engine.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from engine.text import Tokenizer
@@ -70,3 +80,31 @@ March, 17:30, to the usual address.
 def calibration_ids(tokenizer: Tokenizer, max_model_len: int) -> list[int]:
     """The text as ids of a model, cut to what it can take."""
     return tokenizer.encode(TEXT, add_special=True)[: min(MAX_TOKENS, max_model_len)]
+
+
+def read_text(
+    ids: Sequence[int],
+    decoder: Decoder,
+    attention: AttentionBackend,
+    spec: ModelSpec,
+    to_device: Callable[[Ints], Tensor],
+    *,
+    every_logit: bool,
+) -> KVCache:
+    """Run a text through a decoder in one go, in a pool of its own, which is returned.
+
+    ``spec`` gives the attention windows. ``every_logit``: every token goes through the output head, not only
+    the last one. MemoryError if there is no room for the text's keys and values.
+    """
+    length = len(ids)
+    kv = KVCache.allocate(
+        decoder.spec, num_blocks=1, block_size=length, dtype=decoder.dtype, device=decoder.device
+    )
+    with torch.inference_mode():
+        batch = BatchBuilder(length, 1).build([TextRow(list(ids), [0], num_new=length)])
+        batch.fill()
+        plan = attention.plan(batch.rows, kv, spec, to_device)
+        tokens, positions, slots = map(to_device, (batch.ids, batch.positions, batch.slots))
+        wanted = None if every_logit else to_device(batch.logit_tokens)
+        decoder.forward(tokens, positions, slots, plan, kv, wanted)
+    return kv

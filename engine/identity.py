@@ -19,4 +19,5 @@ def answer_identity(model: ModelInfo, runner: ModelRunner, max_model_len: int) -
 
 
 def _weights(model: ModelInfo, runner: ModelRunner) -> str:
-    return f"{model.sha256 or model.path}|{model.name}|{runner.dtype}"
+    assert runner.precision is not None  # otherwise there is no pool whose content had to be named
+    return f"{model.sha256 or model.path}|{model.name}|{runner.dtype}|{runner.precision.name}"

@@ -16,6 +16,7 @@ class KnobContext:
 
     device: Literal["cpu", "cuda"] = "cpu"
     attention: Sequence[str] = ("naive", "sdpa")  # back ends that can run here
+    quantization: str = ""  # how the model's weights are quantized as they were loaded, "" if they are not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

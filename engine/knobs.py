@@ -23,6 +23,12 @@ def _attention_reason(choice: str, context: KnobContext) -> str:
     return NOT_BUILT if choice in ("paged", "flash_attn") else f"cannot run on {context.device}"
 
 
+def _weight_reason(choice: str, context: KnobContext) -> str:
+    if choice == "model" or not context.quantization:
+        return ""
+    return f"the model's weights are quantized already: {context.quantization}"
+
+
 def _later(
     id: str,
     group: str,
@@ -319,16 +325,45 @@ _KERNELS = (
 )
 
 _WEIGHTS = (
-    _later(
-        "weight_dtype",
-        "weights",
-        "Weight precision",
-        "Precision of the linear layers' weights; embedding, head and norms stay as they are.",
-        "choice",
-        "model",
-        "reload",
-        lossy=True,
+    Knob(
+        id="weight_dtype",
+        group="weights",
+        title="Weight precision",
+        type="choice",
+        default="model",
         choices=("model", "fp8", "int8", "int4"),
+        choice_reason=_weight_reason,
+        apply="reload",
+        lossy=True,
+        help="Precision in which the weights of linear layers are kept: fewer bits take less memory and less "
+        "time to read. They are converted from the original weights, which stay in host memory as long "
+        "as there is room.",
+    ),
+    Knob(
+        id="int4_method",
+        group="weights",
+        title="4-bit rounding",
+        type="choice",
+        default="awq",
+        choices=("awq", "rtn"),
+        apply="reload",
+        lossy=True,
+        requires={"weight_dtype": "int4"},
+        help="AWQ reads a text and protects the weights that matter most for it, which takes minutes the "
+        "first time; its codes are kept. RTN rounds to nearest at once and loses more.",
+    ),
+    Knob(
+        id="high_precision",
+        group="weights",
+        title="Layers kept precise",
+        type="choice",
+        default="head",
+        choices=("none", "head", "ends", "sensitive"),
+        apply="reload",
+        lossy=True,
+        help="What keeps the model's precision when weight_dtype is another: only the embedding (none), the "
+        "output head too (head), also the first and the last layer (ends), or also the eighth of the "
+        "layers whose results err most on a text (sensitive).",
     ),
 )
 

@@ -26,12 +26,14 @@ from engine.mailbox import Cancel, Closed, Mailbox, StopFound
 from engine.memory import kv_pool_bytes
 from engine.metrics import MeterReader, Meters, StageTotals
 from engine.models.loader import LoadedModel
+from engine.models.reading import Progress
 from engine.pipeline import Landing, Pipeline
 from engine.pulse import Pulse
 from engine.request import Request
 from engine.result_cache import ResultCache
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerKnobs
+from engine.weight_precision import WeightPrecision
 from ipc.messages import DeviceInfo, EngineState, KnobValue, Phase
 
 __all__ = ["BlockView", "EngineCore", "Event", "RequestRefused"]
@@ -61,11 +63,13 @@ class EngineCore:
         device_info: DeviceInfo | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         consume: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         """Allocates the KV pool and what host memory the knobs ask for.
 
         MemoryError if it does not fit, PatchRefused if it is known not to, ValueError if the pool would hold
         no block. ``consume`` takes the weights out of ``loaded``, so that they are not held twice.
+        ``progress`` hears how far the conversion of weights is that the knobs ask for.
         """
         self.loaded = loaded
         self.config = config
@@ -85,6 +89,8 @@ class EngineCore:
             consume=consume,
             check=config.check,
             calibration_ids=calibration_ids(loaded.tokenizer, self.max_model_len),
+            precision=WeightPrecision.of(knobs.values),
+            progress=progress or (lambda *_: None),
         )
         self.pool_bytes = kv_pool_bytes(config, device)  # of what the weights have left
         without_host = {**knobs.values, "kv_host_gib": 0.0, "preemption": "recompute"}
@@ -204,6 +210,9 @@ class EngineCore:
             phase=self.phase,
             since_ns=self._pulse.since_ns,
             cfg_rev=self.knobs.rev,
+            stage=self._pulse.stage,
+            done_bytes=self._pulse.done_bytes,
+            total_bytes=self._pulse.total_bytes,
             pending_apply=pending.apply_id if pending is not None else None,
             reason=self._pulse.reason[:4096],
             running=len(self.scheduler.running),
@@ -214,6 +223,9 @@ class EngineCore:
             kv_bytes=0 if kv is None else kv.nbytes,
             host_kv_bytes=self.runner.host_nbytes("prefix"),
             swap_bytes=self.runner.host_nbytes("swap"),
+            weight_bytes=self.runner.weight_bytes,
+            weight_dtype="" if self.runner.precision is None else self.runner.precision.name,
+            original_bytes=self.runner.original_bytes,
             result_n=results.num_answers,
             result_bytes=results.nbytes,
             result_hits=results.hits,
@@ -223,6 +235,10 @@ class EngineCore:
             model=self.loaded.info,
             device=self._device_info,
         )
+
+    def progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        """Tell how far a change is that is being applied. Step thread."""
+        self._pulse.progress(stage, done_bytes, total_bytes)
 
     def wake(self) -> None:
         """Make a sleeping loop look again."""

@@ -12,6 +12,8 @@ from ipc.messages import EngineState, Phase
 
 log = logging.getLogger(__name__)
 
+STAGE_EVERY_NS = 100_000_000
+
 
 class Pulse:
     """Phase and reason of one engine, and what is due to be published. The step thread owns it.
@@ -30,6 +32,9 @@ class Pulse:
         now = clock_ns()
         self.phase: Phase = "ready"
         self.reason = ""
+        self.stage = ""  # of applying a change: what is being done, with its bytes done and in all
+        self.done_bytes = 0
+        self.total_bytes = 0
         self.since_ns = now
         self.beat_ns = now  # when the loop last went round
         self._stall_after_s = config.stall_after_s
@@ -40,6 +45,7 @@ class Pulse:
         self._state = state
         self._clock = clock_ns
         self._moved_ns = now
+        self._stage_ns = 0
         self._rows_ns = now
         self._view_ns = 0
         self._view_due = True
@@ -47,7 +53,16 @@ class Pulse:
     def set_phase(self, phase: Phase, reason: str = "") -> None:
         """Enter a phase and tell of it."""
         self.phase, self.reason, self.since_ns = phase, reason, self._clock()
+        self.stage, self.done_bytes, self.total_bytes = "", 0, 0
         self._answers.events.append(self._state())
+
+    def progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        """Tell how far a change is: at once where a stage begins, then ten times a second."""
+        now, begins = self._clock(), stage != self.stage
+        self.stage, self.done_bytes, self.total_bytes = stage, done_bytes, total_bytes
+        if begins or now - self._stage_ns >= STAGE_EVERY_NS:
+            self._stage_ns = now
+            self._answers.tell(self._state())
 
     def moved(self) -> None:
         """Work was done, or there is none, or it waits on purpose."""

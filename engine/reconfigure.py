@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from engine.door import RequestRefused, check_fit
 from engine.identity import kv_identity
 from engine.knob_store import PatchRefused, Proposal
+from engine.knobs import BY_ID
 from engine.layout import Layout, NoRoom, check_room, layout_of
 from engine.plan import Arena, StepPlan
 from engine.runner import CopyFailed
 from engine.scheduler import SchedulerKnobs
+from engine.weight_precision import WeightPrecision
 from ipc.messages import ApplyEvent, KnobValue, Preempted
 
 if TYPE_CHECKING:
@@ -119,10 +121,15 @@ def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
     """Make the proposed values real, or put everything back and raise."""
     old = core.knobs.values
     new = {**old, **proposal.changed}
-    if proposal.mode in ("reload", "restart"):
+    if proposal.mode == "restart":
         raise PatchRefused("unsupported", f"{', '.join(proposal.changed)} can only be chosen at start")
-    layout, rebuild = _wanted(core, new), proposal.mode == "rebuild_kv"
+    layout = _wanted(core, new)
+    rebuild = any(BY_ID[knob].apply == "rebuild_kv" for knob in proposal.changed)
     _check(core, layout, rebuild=rebuild)
+    try:
+        core.runner.check_precision(WeightPrecision.of(new))
+    except NoRoom as error:
+        raise PatchRefused("oom", str(error)) from None
     try:
         _apply(core, new, layout, now_ns, rebuild=rebuild)
     except (MemoryError, RuntimeError, ValueError) as error:
@@ -162,7 +169,9 @@ def _apply(
     core: EngineCore, values: Mapping[str, KnobValue], layout: Layout, now_ns: int, *, rebuild: bool
 ) -> None:
     """Bring everything to these values; what is so already is left alone. What may fail comes first."""
-    runner = core.runner
+    runner, precision = core.runner, WeightPrecision.of(values)
+    if precision != runner.precision:
+        _convert_weights(core, precision, now_ns)
     if runner.attention_name != values["attention"]:
         runner.set_attention(str(values["attention"]))
     core.scheduler.configure(SchedulerKnobs.of(values))
@@ -176,6 +185,18 @@ def _apply(
     core.pipeline.set_overlap(bool(values["overlap"]))
     core.answers.delivery.batched = bool(values["batched_detokenize"])
     core.results.configure(values)
+
+
+def _convert_weights(core: EngineCore, precision: WeightPrecision, now_ns: int) -> None:
+    """Convert the weights once the pool is gone, whose content belongs to the old ones."""
+    for arena in ARENAS:
+        _resize(core, arena, 0)
+    core.runner.free_kv()
+    core.layout = replace(core.layout, num_blocks=0)
+    try:
+        core.runner.set_precision(precision, core.progress)
+    except NoRoom as error:  # memory has become less since it was looked at
+        raise MemoryError(str(error)) from None
 
 
 def _replace_pool(core: EngineCore, values: Mapping[str, KnobValue], layout: Layout, now_ns: int) -> None:

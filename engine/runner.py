@@ -17,18 +17,32 @@ from torch import Tensor
 from engine.attention import AttentionBackend, get_backend, probe
 from engine.attention.base import Ints
 from engine.batch import Batch, BatchBuilder, Plan, ScheduledRow, TextRow
+from engine.calibration import read_text
+from engine.converter import Converter
 from engine.kv_cache import KVCache, kv_bytes_per_block, storage_dtype
 from engine.kv_scales import Extremes, KVScales
+from engine.layout import NoRoom
 from engine.models.decoder import Decoder
+from engine.models.linears import LinearMaker, WeightStore
 from engine.models.loader import LoadedModel
+from engine.models.reading import Progress
+from engine.models.spec import ModelSpec
 from engine.plan import Arena, Copy
 from engine.sampling import Sampler
 from engine.step import Prepared, StepOutput
 from engine.swap import CopyFailed, HostMemory
 from engine.timing import Part, PartTimer, Timer
 from engine.traffic import TrafficModel
+from engine.weight_precision import WeightPrecision
+
+AS_LOADED = WeightPrecision()
+MAX_KERNELS_CHARS = 256  # what a step row can hold
 
 __all__ = ["CopyFailed", "ModelRunner", "Prepared", "StepOutput"]
+
+
+def _silent(stage: str, done_bytes: int, total_bytes: int) -> None:
+    """Nobody asked how far it is."""
 
 
 class ModelRunner:
@@ -50,33 +64,37 @@ class ModelRunner:
         consume: bool = False,
         check: bool = False,
         calibration_ids: Sequence[int] | None = None,
+        precision: WeightPrecision = AS_LOADED,
+        progress: Progress = _silent,
     ) -> None:
         """Take a loaded model to ``device`` in ``dtype``, which is also that of the KV pool.
 
         No position reaches ``max_model_len`` (default: the model's own).
         ``measure`` chooses linear implementations by measuring them (some tenths of a second on a CPU).
-        ``loaded.weights`` stays usable and holds nothing twice, unless no linear layer keeps weights as they
-        were loaded; ``consume`` empties it, which then gives that memory back.
+        ``loaded`` stays usable and holds nothing twice, unless no linear layer keeps weights as they were
+        loaded; ``consume`` empties it, and what no layer holds is freed unless there is room to keep it for
+        later conversions.
         ``check`` keeps checksums of blocks in host memory. ``calibration_ids`` are the tokens of a text that
-        the scales of a quantized KV cache are calibrated with.
-        Raises ValueError with the reason if the attention backend cannot run.
+        the scales of a quantized KV cache, and weights in four bits, are calibrated with.
+        ``precision`` is that of the weights, ``progress`` hears of their conversion.
+        Raises ValueError with the reason if the attention backend cannot run, MemoryError if there is no room
+        for the conversion.
         """
         self.spec = loaded.spec
         self.device = device
         self.dtype = dtype
         self.kv: KVCache | None = None
         self._attention = self._backend(attention)
-        with torch.inference_mode():
-            self.decoder = Decoder(
-                loaded.spec,
-                loaded.weights,
-                dtype=dtype,
-                device=device,
-                max_len=max_model_len or loaded.spec.max_model_len,
-                measure=measure,
-            )
+        weights, quantized = loaded.weights, loaded.quantized
         if consume:
+            weights, quantized = dict(weights), dict(quantized)
             loaded.weights.clear()
+            loaded.quantized.clear()
+        with torch.inference_mode():
+            store = WeightStore(loaded.spec, weights, quantized, dtype=dtype, device=device, consume=consume)
+            maker = LinearMaker(store, measure=measure)
+            self.decoder = Decoder(store, maker, max_len=max_model_len or loaded.spec.max_model_len)
+        self._converter = Converter(self.decoder, maker, store, self._read_text)
         self.sampler = Sampler(loaded.spec.vocab_size, loaded.eos_token_ids, device)
         self._padded = loaded.padded_ids.to(device) if loaded.padded_ids.numel() else None
         self._max_len = max_model_len or loaded.spec.max_model_len
@@ -84,9 +102,16 @@ class ModelRunner:
         self._extremes: Extremes | None = None
         self._windowed = self.spec  # the model with the windows that are in force
         self._kv_dtype = "model"
-        self._traffic = self._model_traffic()
         self._builder: BatchBuilder | None = None
         self._host = HostMemory(device, check=check)
+        try:
+            self._converter.convert(precision, progress)
+        except NoRoom as error:
+            raise MemoryError(str(error)) from None
+        if consume:
+            self._converter.keep_originals()
+        self._linears = self.decoder.table()
+        self._traffic = self._model_traffic()
 
     @property
     def attention_name(self) -> str:
@@ -99,12 +124,41 @@ class ModelRunner:
 
         The number after a linear implementation is the rows from which on it serves.
         """
-        return self._kernels(self.decoder.choice.name)
+        return self._kernels(self.decoder.kernels())
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights held, a second form of them included."""
+        """Bytes of the embedding and of the linear layers' weights, a second form of them included."""
         return self.decoder.weight_bytes
+
+    @property
+    def original_bytes(self) -> int:
+        """Bytes of memory that are held only to convert weights from."""
+        return self._converter.host_bytes
+
+    @property
+    def precision(self) -> WeightPrecision | None:
+        """The precision of the weights; None after a conversion that failed."""
+        return self._converter.precision
+
+    def check_precision(self, precision: WeightPrecision) -> None:
+        """Raise `NoRoom`, saying what is needed and what is there, if weights cannot be brought to it."""
+        self._converter.check(precision, 0 if self.kv is None else self.kv.nbytes)
+
+    def set_precision(self, precision: WeightPrecision, progress: Progress) -> None:
+        """Convert the weights. A change frees the pool, whose content belongs to the old weights.
+
+        Raises what `engine.converter.Converter.convert` raises, after which it has to be called again.
+        """
+        if precision == self.precision:
+            return
+        self.free_kv()
+        self._extremes = None
+        try:
+            self._converter.convert(precision, progress)
+        finally:
+            self._linears = self.decoder.table()
+            self._traffic = self._model_traffic()
 
     @property
     def kv_dtype(self) -> str:
@@ -223,7 +277,7 @@ class ModelRunner:
             every = len(batch.logit_tokens) == len(batch.ids)
             wanted = None if every else self._to_device(batch.logit_tokens)
             traffic = self._traffic.step(batch.rows.num_new, batch.rows.num_computed, len(batch.sampled))
-            kernels = self._kernels(self.decoder.choice.form_for(len(batch.ids)).name)
+            kernels = self._kernels(self._linears.kernels[self._linears.index(len(batch.ids))])
             took = time.perf_counter() - started
         return Prepared(
             batch, attention, positions, slots, wanted, kv, len(scheduled), traffic, kernels, took
@@ -314,27 +368,33 @@ class ModelRunner:
         )
 
     def _calibrate(self) -> Extremes:
-        """Read the calibration text in one go, in a pool of its own with the model's own precision."""
-        length = len(self._calibration_ids)
-        if not length:
+        """What the calibration text's keys and values come to, with the windows that are in force."""
+        if not self._calibration_ids:
             raise ValueError("a quantized KV cache needs a text to calibrate its scales with; none was given")
-        kv = KVCache.allocate(
-            self.spec, num_blocks=1, block_size=length, dtype=self.dtype, device=self.device
-        )
-        row = TextRow(self._calibration_ids, [0], num_new=length)
+        kv = self._read(self._windowed, every_logit=False)
         with torch.inference_mode():
-            batch = BatchBuilder(length, 1, self.window).build([row])
-            batch.fill()
-            attention = self._attention.plan(batch.rows, kv, self._windowed, self._to_device)
-            ids, positions, slots = map(self._to_device, (batch.ids, batch.positions, batch.slots))
-            last = self._to_device(batch.logit_tokens)
-            self.decoder.forward(ids, positions, slots, attention, kv, last)
             return Extremes.of(kv.k, kv.v)
+
+    def _read_text(self) -> None:
+        """Run the calibration text through the model as it is meant to be run."""
+        if not self._calibration_ids:
+            raise ValueError("weights can only be guided by a text to calibrate with; none was given")
+        self._read(self.spec, every_logit=True)
+
+    def _read(self, spec: ModelSpec, *, every_logit: bool) -> KVCache:
+        return read_text(
+            self._calibration_ids,
+            self.decoder,
+            self._attention,
+            spec,
+            self._to_device,
+            every_logit=every_logit,
+        )
 
     def _model_traffic(self) -> TrafficModel:
         return TrafficModel(
             self._windowed,
-            self.decoder.choice,
+            self._linears,
             embed_dtype=self.decoder.embed.dtype,
             kv_dtype=storage_dtype(self._kv_dtype, self.dtype),
         )
@@ -346,7 +406,7 @@ class ModelRunner:
 
     def _kernels(self, linear: str) -> str:
         act = str(self.decoder.activation_dtype).removeprefix("torch.")
-        return f"linear={linear},activations={act}"
+        return f"{linear},activations={act}"[:MAX_KERNELS_CHARS]
 
     def _sample(self, logits: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -> None:
         if self._padded is not None:

@@ -1,8 +1,8 @@
 """Modelled bytes and floating-point operations of a step, for the roofline.
 
-The count is that of a decoder with grouped-query attention: every weight is read once a step whatever the
-number of tokens, cached keys and values once for each request, and each new token is written once.
-Activations are left out: they are small and mostly stay in caches.
+The count is that of a decoder with grouped-query attention: every weight is read once a step, in the form and
+precision that serves that number of tokens, cached keys and values once for each request, and each new token
+is written once. Activations are left out: they are small and mostly stay in caches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.layers.linear import Choice
+from engine.models.linears import LinearTable
 from engine.models.spec import ModelSpec
 
 
@@ -30,10 +30,10 @@ class TrafficModel:
     """The traffic of one model's steps."""
 
     def __init__(
-        self, spec: ModelSpec, choice: Choice, *, embed_dtype: torch.dtype, kv_dtype: torch.dtype
+        self, spec: ModelSpec, linears: LinearTable, *, embed_dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> None:
         self.spec = spec
-        self.choice = choice
+        self.linears = linears
         self.embed_row_bytes = spec.hidden_size * embed_dtype.itemsize
         self.kv_token_bytes = 2 * spec.kv_size * kv_dtype.itemsize  # one layer, keys and values
         self.layer_params = (
@@ -53,12 +53,10 @@ class TrafficModel:
         tokens = int(num_new.sum())
         if tokens == 0:
             return StepTraffic(0, 0, 0)
-        weight_bytes = (
-            spec.num_layers * self.layer_params * self.choice.form_for(tokens).weight_dtype.itemsize
-            + tokens * self.embed_row_bytes
-        )
+        linears = self.linears
+        weight_bytes = linears.layer_bytes[linears.index(tokens)] + tokens * self.embed_row_bytes
         if logit_rows:
-            weight_bytes += self.head_params * self.choice.form_for(logit_rows).weight_dtype.itemsize
+            weight_bytes += linears.head_bytes[linears.index(logit_rows)]
         kv_bytes = spec.num_layers * tokens * self.kv_token_bytes
         flops = 2 * tokens * spec.num_layers * self.layer_params + 2 * logit_rows * self.head_params
         for window, layers in self.windows.items():

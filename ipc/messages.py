@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 MAX_PROMPT_CHARS = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 20
@@ -123,6 +123,7 @@ class ModelInfo(_Struct, frozen=True, kw_only=True):
     sha256: Annotated[str, Meta(max_length=64)] = ""
     tokenizer_sha256: Annotated[str, Meta(max_length=64)] = ""
     has_chat_template: bool = True
+    quantization: Text = ""  # how the checkpoint's linear weights are quantized; "" if they are not
 
 
 class DeviceInfo(_Struct, frozen=True, kw_only=True):
@@ -378,7 +379,7 @@ class EngineState(_Struct, tag="state", frozen=True, kw_only=True):
     phase: Phase
     since_ns: Ns
     cfg_rev: UInt
-    stage: Text = ""  # while loading: what is being done
+    stage: Text = ""  # while loading or applying: what is being done
     done_bytes: UInt = 0
     total_bytes: UInt = 0
     pending_apply: UInt | None = None  # apply_id
@@ -391,6 +392,9 @@ class EngineState(_Struct, tag="state", frozen=True, kw_only=True):
     kv_bytes: UInt = 0  # of the whole pool
     host_kv_bytes: UInt = 0  # host memory held for evicted prefixes
     swap_bytes: UInt = 0  # host memory held for preempted requests
+    weight_bytes: UInt = 0  # of the embedding and the linear layers, in all forms that are held
+    weight_dtype: Annotated[str, Meta(max_length=64)] = ""  # their precision, such as "int4 awq, head kept"
+    original_bytes: UInt = 0  # memory held only to convert weights from: originals and codes of AWQ
     result_n: UInt = 0  # answers in the result cache
     result_bytes: UInt = 0
     result_hits: UInt = 0  # requests answered from it since start

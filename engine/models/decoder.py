@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -11,22 +11,20 @@ from torch import Tensor
 
 from engine.attention import AttentionPlan
 from engine.kv_cache import KVCache
-from engine.layers.linear import Choice, Linear, choose, plain_choice
+from engine.layers.linear import LinearLayer
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import head_rms_norm, rms_norm
 from engine.layers.rope import RotaryTable, rotate_
-from engine.models.spec import ModelSpec
+from engine.models.linears import HEAD, PARTS, LinearMaker, LinearTable, Place, WeightStore
 from engine.timing import Part, PartTimer, no_mark
-
-SAMPLE_ELEMENTS = 16 << 20  # of weights, for measuring linear layers at load
 
 
 @dataclass(slots=True)
 class _Layer:
     input_norm: Tensor
-    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values
+    qkv: LinearLayer  # [(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values
     head_norm: Tensor | None  # [heads + kv_heads, head_dim], queries' then keys'
-    out: Linear
+    out: LinearLayer
     post_norm: Tensor
     mlp: GatedMLP
 
@@ -40,61 +38,26 @@ class Decoder:
     faster in float32 it stays float32, for rounding it would take time and only lose precision.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: MutableMapping[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_len: int,
-        measure: bool = True,
-    ) -> None:
-        """Take the weights by canonical name, some of them fused into one.
-
-        In ``weights`` the fused ones become views of that one, so that nothing is held twice; a mapping that
-        is no longer needed can be cleared afterwards.
-        Positions must stay below ``max_len``.
-        ``measure`` chooses the linear implementation by measuring; without it the plain one is used.
-        """
-        self.spec = spec
-        self.dtype = dtype
-        self.device = device
-        take = _Taker(weights, dtype, device)
-        self.choice = self._choose(weights) if measure else plain_choice(dtype, device)
-        computes_in = self.choice.computes_in
-        self.activation_dtype = computes_in if device.type == "cpu" else dtype
-        self.embed = take("embed")
-        self.layers = [self._layer(take, i) for i in range(spec.num_layers)]
-        self.norm = take("norm").to(self.activation_dtype)
-        head = self.embed if spec.tie_word_embeddings else take("head")
-        self.head = Linear(head, None, self.choice, torch.float32)
-        self.rotary = RotaryTable(spec.rope, max_len, device)
+    def __init__(self, store: WeightStore, maker: LinearMaker, *, max_len: int) -> None:
+        """Take the weights, each linear layer as it was loaded. Positions must stay below ``max_len``."""
+        self.spec = spec = store.spec
+        self.dtype = store.dtype
+        self.device = store.device
+        self.activation_dtype = maker.activation_dtype
+        self.embed = store.plain(HEAD) if spec.tie_word_embeddings else store("embed")
+        if store.is_quantized:
+            maker.learn_loaded()
+        self.layers = [self._layer(store, maker, i) for i in range(spec.num_layers)]
+        self.norm = store("norm").to(self.activation_dtype)
+        self.head = maker.as_loaded(HEAD)
+        self.rotary = RotaryTable(spec.rope, max_len, store.device)
         self.finite: Tensor | None = None  # whether each of the last pass's tokens was, [tokens]
         self.timer: PartTimer | None = None  # times the parts of each forward pass while it is there
 
-    def _choose(self, weights: MutableMapping[str, Tensor]) -> Choice:
-        samples, elements = [], 0
-        for i in range(self.spec.num_layers):
-            for group in _FUSED:
-                parts = [weights[f"layers.{i}.{name}.weight"] for name in group]
-                fused = torch.cat([part.to(self.dtype) for part in parts])
-                room = max(1, (SAMPLE_ELEMENTS - elements) // fused.shape[1])
-                samples.append(fused[:room].to(self.device))
-                elements += samples[-1].numel()
-            if elements >= SAMPLE_ELEMENTS - (1 << 20):
-                break
-        return choose(samples, total_elements=self.spec.num_params, device=self.device)
-
-    def _layer(self, take: _Taker, i: int) -> _Layer:
+    def _layer(self, take: WeightStore, maker: LinearMaker, i: int) -> _Layer:
         spec, act = self.spec, self.activation_dtype
         at = f"layers.{i}."
-
-        def linear(names: tuple[str, ...], bias: bool) -> Linear:
-            weight = take.fused(*(f"{at}{name}.weight" for name in names))
-            added = take.fused(*(f"{at}{name}.bias" for name in names)) if bias else None
-            return Linear(weight, added, self.choice, act)
-
+        qkv, out, gate_up, down = (maker.as_loaded(Place(i, part)) for part in PARTS)
         head_norm = None
         if spec.qk_norm:
             q_norm, k_norm = take(at + "q_norm"), take(at + "k_norm")
@@ -103,12 +66,29 @@ class Decoder:
             ).to(act)
         return _Layer(
             take(at + "input_norm").to(act),
-            linear(_FUSED[0], spec.qkv_bias),
+            qkv,
             head_norm,
-            linear(_FUSED[1], spec.o_bias),
+            out,
             take(at + "post_norm").to(act),
-            GatedMLP(linear(_FUSED[2], spec.mlp_bias), linear(_FUSED[3], spec.mlp_bias)),
+            GatedMLP(gate_up, down),
         )
+
+    def linear(self, place: Place) -> LinearLayer:
+        """The linear layer that stands there."""
+        if place == HEAD:
+            return self.head
+        layer = self.layers[place.layer]
+        owner = layer if place.part in ("qkv", "out") else layer.mlp
+        found: LinearLayer = getattr(owner, place.part)
+        return found
+
+    def set_linear(self, place: Place, linear: LinearLayer) -> None:
+        """Put another linear layer of the same shape there. No pass may be under way."""
+        if place == HEAD:
+            self.head = linear
+            return
+        layer = self.layers[place.layer]
+        setattr(layer if place.part in ("qkv", "out") else layer.mlp, place.part, linear)
 
     def forward(
         self,
@@ -157,45 +137,33 @@ class Decoder:
         return logits
 
     @property
+    def linears(self) -> dict[Place, LinearLayer]:
+        """All linear layers by their places, the head last."""
+        inner = [Place(i, part) for i in range(self.spec.num_layers) for part in PARTS]
+        return {place: self.linear(place) for place in (*inner, HEAD)}
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes that all forms of the weights take."""
-        return sum(linear.nbytes for linear in self._linears()) + (
-            0 if self.spec.tie_word_embeddings and self._embed_is_a_form() else self.embed.nbytes
-        )
+        """Bytes of the embedding and of all forms of the linear layers' weights, a shared tensor once."""
+        shared = self.spec.tie_word_embeddings and self.head.nbytes > self.head.own_bytes
+        return sum(linear.nbytes for linear in self.linears.values()) + (0 if shared else self.embed.nbytes)
 
-    def _embed_is_a_form(self) -> bool:
-        return any(not form.packed and form.weight_dtype == self.dtype for form in self.choice.distinct)
+    def table(self) -> LinearTable:
+        """What the linear layers, as they are now, read and run for each number of rows."""
+        starts = tuple(sorted({start for linear in self.linears.values() for start in linear.starts}))
+        read = [
+            sum(linear.read_bytes(start) for place, linear in self.linears.items() if place != HEAD)
+            for start in starts
+        ]
+        head = [self.head.read_bytes(start) for start in starts]
+        return LinearTable(starts, tuple(read), tuple(head), tuple(self.kernels(start) for start in starts))
 
-    def _linears(self) -> Iterator[Linear]:
-        for layer in self.layers:
-            yield from (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)
-        yield self.head
-
-
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-
-
-class _Taker:
-    """Hands out tensors by name, in the model's dtype and on its device."""
-
-    def __init__(
-        self, weights: MutableMapping[str, Tensor], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.weights = weights
-        self.dtype = dtype
-        self.device = device
-
-    def __call__(self, name: str) -> Tensor:
-        return self.weights[name].to(device=self.device, dtype=self.dtype)
-
-    def fused(self, *names: str) -> Tensor:
-        """The tensors one below the other, as one, of which they become views."""
-        parts = [self(name) for name in names]
-        if len(parts) == 1:
-            return parts[0]
-        whole = torch.cat(parts)
-        for name, view in zip(names, torch.split(whole, [len(part) for part in parts]), strict=True):
-            held = self.weights[name]
-            if held.dtype == whole.dtype and held.device == whole.device:
-                self.weights[name] = view
-        return whole
+    def kernels(self, rows: int | None = None) -> str:
+        """What multiplies ``rows`` rows, or (None) each number of rows: ``linear=...`` and, if it is
+        another, ``head=...``. Implementations that serve different layers are joined by ``|``.
+        """
+        used = defaultdict[str, list[str]](list)
+        for place, linear in self.linears.items():
+            used["head" if place == HEAD else "linear"].append(linear.kernel(rows))
+        inner, head = ("|".join(dict.fromkeys(names)) for names in (used["linear"], used["head"]))
+        return f"linear={inner}" if inner == head else f"linear={inner},head={head}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from engine.layers.precision.weights import QuantizedWeight
 from engine.models.reading import Progress
 from engine.models.spec import ModelSpec
 from engine.text import Tokenizer
@@ -40,6 +41,7 @@ class Asked:
 class LoadedModel:
     """A model ready to run. ``weights`` are on one device in one dtype, by canonical name.
 
+    ``quantized``: the linear weights that the checkpoint holds in a low precision, by the same names.
     ``padded_ids`` (int64, on the CPU) are the rows of the embedding that no token belongs to: they must never
     be sampled. ``notes`` are for the log: what was found and ignored, or is not as usual.
     """
@@ -51,6 +53,7 @@ class LoadedModel:
     info: ModelInfo
     padded_ids: torch.Tensor
     notes: tuple[str, ...] = ()
+    quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
 
 
 def hash_files(files: Sequence[Path]) -> str:
@@ -75,8 +78,15 @@ def finish(
     file_format: str,
     sha256: str,
     notes: list[str],
+    *,
+    quantized: dict[str, QuantizedWeight] | None = None,
+    quantization: str = "",
 ) -> LoadedModel:
-    """Put together what was loaded, with the tokenizer held against the embedding."""
+    """Put together what was loaded, with the tokenizer held against the embedding.
+
+    ``quantization`` names how the checkpoint's weights are quantized.
+    """
+    quantized = quantized or {}
     known = tokenizer.known_ids
     padded = [i for i in range(spec.vocab_size) if i not in known]
     beyond = sum(1 for i in known if i >= spec.vocab_size)
@@ -103,11 +113,12 @@ def finish(
         vocab_size=spec.vocab_size,
         max_model_len=spec.max_model_len,
         num_params=spec.num_params,
-        weight_bytes=sum(t.numel() * t.element_size() for t in weights.values()),
+        weight_bytes=sum(t.nbytes for t in weights.values()) + sum(w.nbytes for w in quantized.values()),
         kv_bytes_per_token=spec.kv_bytes_per_token(dtype),
         sha256=sha256,
         tokenizer_sha256=tokenizer.sha256,
         has_chat_template=tokenizer.has_chat_template,
+        quantization=quantization,
     )
     return LoadedModel(
         spec=spec,
@@ -117,4 +128,5 @@ def finish(
         info=info,
         padded_ids=torch.tensor(padded, dtype=torch.int64),
         notes=tuple(notes),
+        quantized=quantized,
     )

@@ -19,6 +19,7 @@ LIVE = {
     "priority_ageing_s", "max_num_queued", "prefix_cache", "block_size", "kv_allocation", "kv_pool_gib",
     "attention", "batch_wait_ms", "preemption", "swap_space_gib", "overlap", "kv_dtype", "kv_host_gib",
     "sliding_window", "batched_tokenize", "batched_detokenize", "result_cache", "forward_timing",
+    "weight_dtype", "int4_method", "high_precision",
 }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def covering_array(seed: int = 5) -> Iterator[dict[str, Any]]:
 ROWS = list(covering_array())
 
 
-def engine_for(expected: Expected, row: dict[str, Any]) -> Engine:
+def engine_for(expected: Expected, row: dict[str, Any], **knobs: Any) -> Engine:
     """An engine with the features of a row; its pool is so small that blocks run out where that is wanted."""
     longest = max(len(p) + len(i) for p, i in zip(expected.prompts, expected.ids, strict=True))
     blocks = -(-longest // row["block_size"]) + 1
@@ -82,12 +82,13 @@ def engine_for(expected: Expected, row: dict[str, Any]) -> Engine:
         batched_detokenize=row["batched_detokenize"],
         result_cache=row["result_cache"],
         **{name: row[name] for name in plain},
+        **knobs,
     )
 
 
-def combination(expected: Expected, row: dict[str, Any]) -> None:
-    """Run a combination over the expected prompts and compare."""
-    engine = engine_for(expected, row)
+def combination(expected: Expected, row: dict[str, Any], **knobs: Any) -> None:
+    """Run a combination, with further knobs, over the expected prompts and compare."""
+    engine = engine_for(expected, row, **knobs)
     sampling = Sampling(max_tokens=len(expected.ids[0]), ignore_eos=True)
     others: list[int] = []
     rounds = 2 if row["cache"] == "warm" else 1
@@ -282,11 +283,14 @@ LOSSY: list[tuple[str, KnobValue, KnobValue]] = [
     ("kv_dtype", "model", "int8"),
     ("kv_dtype", "model", "fp8_e4m3"),
     ("sliding_window", 0, 8),
+    ("weight_dtype", "model", "fp8"),
+    ("weight_dtype", "model", "int8"),
+    ("weight_dtype", "model", "int4"),
 ]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("knob", "first", "second"), LOSSY, ids=[str(each[2]) for each in LOSSY])
+@pytest.mark.parametrize(("knob", "first", "second"), LOSSY, ids=[f"{each[0]}-{each[2]}" for each in LOSSY])
 def test_a_lossy_flip_loses_no_request(knob: str, first: KnobValue, second: KnobValue, overlap: bool) -> None:
     """Running requests go on by recompute: every stream is whole and as long as asked for. Once it is
     flipped back, new requests get the oracle's ids, so nothing of what was lossy is found again."""

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.layers.linear import plain_choice
+from engine.models.linears import LinearTable
 from engine.models.rope import RopeSpec
 from engine.models.spec import ModelSpec
 from engine.traffic import StepTraffic, TrafficModel
-from tests.engine.driving import CPU
 
 LLAMA_3_8B = ModelSpec(
     architecture="llama",
@@ -32,7 +31,11 @@ LLAMA_3_8B = ModelSpec(
 
 
 def model(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> TrafficModel:
-    return TrafficModel(spec, plain_choice(dtype, CPU), embed_dtype=dtype, kv_dtype=dtype)
+    shapes = [shape for name, shape in spec.weight_shapes().items() if name.startswith("layers")]
+    params = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+    head = spec.vocab_size * spec.hidden_size
+    table = LinearTable((1,), (params * dtype.itemsize,), (head * dtype.itemsize,), ("linear=plain",))
+    return TrafficModel(spec, table, embed_dtype=dtype, kv_dtype=dtype)
 
 
 def step(traffic: TrafficModel, rows: list[tuple[int, int]], logit_rows: int) -> StepTraffic:
