@@ -33,6 +33,11 @@ def load(folder: Path, asked: Asked) -> LoadedModel:
     if not folder.is_dir():
         raise ModelError(f"{asked.path} is no folder: dummy weights are made from a folder's config.json")
     spec, config = hf_folder.read_spec(folder, asked)
+    if config.get("quantization_config"):
+        raise ModelError(
+            "random weights are only made for models in plain precision, config.json has a "
+            "quantization_config; remove it there and choose weight_dtype instead"
+        )
     notes = ["the weights are random (dummy): speed and memory are real, the text is noise"]
     if (folder / "tokenizer.json").is_file():
         tokenizer = hf_tokenizer.load(folder, config, spec.vocab_size)

@@ -2,23 +2,28 @@
 
 The index decides which tensor comes from which file. Each tensor that the configuration implies must be there
 once, with its shape; a tensor that no such model has means that the folder holds another kind of model.
+Linear weights may be quantized as ``quantization_config`` says; they stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from engine.models import hf_tokenizer, safetensors_file
+from engine.layers.precision.weights import QuantizedWeight
+from engine.models import hf_tokenizer, quantized, safetensors_file
 from engine.models.errors import ModelError
 from engine.models.loaded import Asked, LoadedModel, finish, hash_files
+from engine.models.quantized import Need, QuantizationPlan
 from engine.models.reading import Meter, allocate, listing, read_plain, resolve
 from engine.models.spec import ModelSpec
 
 CODE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+MAX_BIAS_BYTES = 1 << 24
 _HARMLESS = ("rotary_emb.inv_freq",)  # computed, not learned; old checkpoints carry it
 
 
@@ -36,51 +41,145 @@ def load(folder: Path, asked: Asked) -> LoadedModel:
     """Load the folder. See `engine.models.loader.load_model`."""
     spec, config = read_spec(folder, asked)
     notes: list[str] = []
-    placed = _place(folder, spec, asked.roots, notes)
+    stored = config.get("quantization_config")
+    plan = quantized.parse(stored) if stored else None
+    checkpoint = Checkpoint.open(folder, asked.roots, notes)
+    wanted = _wanted(spec, plan)
+    placed = _place(checkpoint, spec, wanted, notes)
     asked.progress("reading the tokenizer", 0, 0)
     tokenizer = hf_tokenizer.load(folder, config, spec.vocab_size)
-    own = safetensors_file.DTYPES[placed["embed"][1].dtype]
-    files = sorted({file for file, _ in placed.values()})
+    own = safetensors_file.DTYPES[placed["embed"].entry.dtype]
+    files = sorted({place.file for place in placed.values()})
     with ThreadPoolExecutor(1) as background:
         digest = background.submit(hash_files, files)
-        weights = _read(placed, asked.dtype or own, asked)
-        return finish(spec, weights, tokenizer, asked.path, "safetensors", digest.result(), notes)
+        tensors = _read(placed, asked.dtype or own, asked)
+        weights = {name: tensors.pop(name) for name in spec.weight_shapes() if name in tensors}
+        low = {} if plan is None else _quantized(spec, plan, tensors)
+        if plan is not None:
+            notes += [f"the weights are quantized: {plan.name}", *plan.notes]
+        return finish(
+            spec, weights, tokenizer, asked.path, "safetensors", digest.result(), notes,
+            quantized=low, quantization=plan.name[:4096] if plan is not None and low else "",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A tensor that must be there under a ``source`` name. ``name``: under which it is kept."""
+
+    source: str
+    name: str
+    need: Need
+    plain: bool  # read in the model's dtype, not as it is stored
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A tensor to be read. ``dtype``: in which it is kept, None for the model's."""
+
+    file: Path
+    entry: safetensors_file.Entry
+    dtype: torch.dtype | None
+
+
+def _wanted(spec: ModelSpec, plan: QuantizationPlan | None) -> list[_Wanted]:
+    """Every tensor of the model. Those of a quantized layer keep the names that they have in the file."""
+    out = []
+    for name, shape in spec.weight_shapes().items():
+        source = hf_name(name)
+        module = source.removesuffix(".weight")
+        needs = plan.needs(module, *shape) if plan is not None and _is_linear(name) else None
+        if needs is None:
+            out.append(_Wanted(source, name, Need((shape,), tuple(safetensors_file.DTYPES)), plain=True))
+        else:
+            out += [_Wanted(part, part, need, plain=False) for part, need in needs.items()]
+    return out
+
+
+def _is_linear(name: str) -> bool:
+    return name == "head" or name.endswith("_proj.weight")
+
+
+def _quantized(
+    spec: ModelSpec, plan: QuantizationPlan, tensors: dict[str, torch.Tensor]
+) -> dict[str, QuantizedWeight]:
+    """The weights that the plan makes of tensors, which are given up one by one."""
+    out = {}
+    for name, shape in spec.weight_shapes().items():
+        module = hf_name(name).removesuffix(".weight")
+        needs = plan.needs(module, *shape) if _is_linear(name) else None
+        if needs is not None:
+            parts = {part: tensors.pop(part) for part in needs if part in tensors}
+            out[name] = plan.weight(module, shape[0], shape[1], parts)
+    return out
 
 
 def _place(
-    folder: Path, spec: ModelSpec, roots: Sequence[Path], notes: list[str]
-) -> dict[str, tuple[Path, safetensors_file.Entry]]:
-    """For each tensor of the spec its file and its place there. Raises `ModelError` naming what is amiss."""
-    located, headers = _locate(folder, roots, notes)
-    wanted = {hf_name(name): name for name in spec.weight_shapes()}
-    shapes = spec.weight_shapes()
-    missing = sorted(name for name in wanted if name not in located)
+    checkpoint: Checkpoint, spec: ModelSpec, wanted: Sequence[_Wanted], notes: list[str]
+) -> dict[str, _Placed]:
+    """For each tensor its file and its place there. Raises `ModelError` naming what is amiss."""
+    title, located = checkpoint.title, checkpoint.files
+    missing = sorted(each.source for each in wanted if each.source not in located and not each.need.optional)
     if missing:
-        raise ModelError(f"{folder.name} lacks {len(missing)} tensors: {listing(missing)}")
-    unexpected = sorted(name for name in located if name not in wanted)
-    harmless = [
-        name
-        for name in unexpected
-        if name.endswith(_HARMLESS) or (name == "lm_head.weight" and spec.tie_word_embeddings)
-    ]
+        raise ModelError(f"{title} lacks {len(missing)} tensors: {listing(missing)}")
+    known = {each.source for each in wanted}
+    unexpected = sorted(name for name in located if name not in known)
+    harmless = [name for name in unexpected if _is_harmless(name, spec, checkpoint, known)]
     if len(harmless) < len(unexpected):
         odd = [name for name in unexpected if name not in harmless]
         raise ModelError(
-            f"{folder.name} holds {len(odd)} tensors that a {spec.architecture} with this config.json lacks, "
+            f"{title} holds {len(odd)} tensors that a {spec.architecture} with this config.json lacks, "
             f"so it is another kind of model: {listing(odd)}"
         )
     if harmless:
-        notes.append(f"ignored tensors that are computed or tied: {listing(harmless)}")
+        notes.append(f"ignored tensors that are computed, tied or zero: {listing(harmless)}")
     placed = {}
-    for source, name in wanted.items():
-        entry = headers[located[source]][source]
-        if entry.shape != shapes[name]:
-            raise ModelError(f"{source} has shape {list(entry.shape)}, config.json says {list(shapes[name])}")
-        if entry.dtype not in safetensors_file.DTYPES:
-            supported = ", ".join(safetensors_file.DTYPES)
-            raise ModelError(f"{source} is stored as {entry.dtype}; supported: {supported}")
-        placed[name] = (located[source], entry)
+    for each in wanted:
+        if each.source not in located or each.need.unused:
+            continue
+        entry, need = checkpoint.entry(each.source), each.need
+        if entry.shape not in need.shapes:
+            raise ModelError(
+                f"{each.source} has shape {list(entry.shape)}, config.json says {list(need.shapes[0])}"
+            )
+        if entry.dtype not in need.dtypes:
+            supported = ", ".join(need.dtypes)
+            raise ModelError(f"{each.source} is stored as {entry.dtype}; supported: {supported}")
+        kept = None if each.plain else safetensors_file.STORED[entry.dtype]
+        placed[each.name] = _Placed(located[each.source], entry, kept)
     return placed
+
+
+def _is_harmless(name: str, spec: ModelSpec, checkpoint: Checkpoint, known: Collection[str]) -> bool:
+    if name.endswith(_HARMLESS) or (name == "lm_head.weight" and spec.tie_word_embeddings):
+        return True
+    # Old GPTQ writers give every layer a bias, of zeros where the model has none.
+    module = name.removesuffix(".bias")
+    return module != name and f"{module}.qweight" in known and checkpoint.is_zero(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Which safetensors file of a folder holds which tensor."""
+
+    title: str
+    files: Mapping[str, Path]
+    headers: Mapping[Path, Mapping[str, safetensors_file.Entry]]
+
+    @classmethod
+    def open(cls, folder: Path, roots: Sequence[Path], notes: list[str]) -> Checkpoint:
+        """Read the index and the headers. Raises `ModelError`."""
+        return cls(folder.name, *_locate(folder, roots, notes))
+
+    def entry(self, name: str) -> safetensors_file.Entry:
+        return self.headers[self.files[name]][name]
+
+    def is_zero(self, name: str) -> bool:
+        """Whether a tensor holds nothing but bits of zero."""
+        entry = self.entry(name)
+        with self.files[name].open("rb") as file:
+            file.seek(entry.offset)
+            return entry.nbytes <= MAX_BIAS_BYTES and not any(file.read(entry.nbytes))
 
 
 def _locate(
@@ -149,22 +248,19 @@ def hf_name(name: str) -> str:
     return f"model.layers.{layer}.{_INNER[rest]}"
 
 
-def _read(
-    placed: Mapping[str, tuple[Path, safetensors_file.Entry]],
-    dtype: torch.dtype,
-    asked: Asked,
-) -> dict[str, torch.Tensor]:
-    meter = Meter("reading weights", sum(entry.nbytes for _, entry in placed.values()), asked.progress)
-    weights: dict[str, torch.Tensor] = {}
+def _read(placed: Mapping[str, _Placed], dtype: torch.dtype, asked: Asked) -> dict[str, torch.Tensor]:
+    total = sum(place.entry.nbytes for place in placed.values())
+    meter = Meter("reading weights", total, asked.progress)
+    tensors: dict[str, torch.Tensor] = {}
     by_file: dict[Path, list[tuple[int, str]]] = {}
-    for name, (path, entry) in placed.items():
-        by_file.setdefault(path, []).append((entry.offset, name))
+    for name, place in placed.items():
+        by_file.setdefault(place.file, []).append((place.entry.offset, name))
     for path, items in by_file.items():
         with path.open("rb", buffering=0) as file:
             for offset, name in sorted(items):
-                entry = placed[name][1]
-                tensor = allocate(name, entry.shape, dtype, asked.device)
+                place = placed[name]
+                tensor = allocate(name, place.entry.shape, place.dtype or dtype, asked.device)
                 file.seek(offset)
-                read_plain(file, safetensors_file.DTYPES[entry.dtype], tensor, meter)
-                weights[name] = tensor
-    return weights
+                read_plain(file, safetensors_file.STORED[place.entry.dtype], tensor, meter)
+                tensors[name] = tensor
+    return tensors

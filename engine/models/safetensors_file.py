@@ -20,6 +20,8 @@ from engine.models.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED = {**DTYPES, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}  # what tensors can be read as
+STORED["F8_E4M3"] = torch.float8_e4m3fn
 _ITEM_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6}
 _ITEM_BITS |= {"F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32}
 _ITEM_BITS |= {"F64": 64, "I64": 64, "U64": 64, "C64": 64}

@@ -171,9 +171,8 @@ def _product(shape: tuple[int, ...]) -> int:
 
 def _from_hf(config: Mapping[str, Any]) -> ModelSpec:
     arch = _architecture(config)
-    for key in ("auto_map", "quantization_config"):
-        if config.get(key):
-            raise ModelError(_REFUSED[key])
+    if config.get("auto_map"):
+        raise ModelError(_OWN_CODE)
     act = config.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         raise ModelError(f"hidden_act is {act!r}; only silu is supported for the Llama family")
@@ -208,12 +207,10 @@ def _from_hf(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-_REFUSED = {
-    "auto_map": "this model wants to run code of its own (auto_map in config.json), which is never done; "
-    "use a model of the architectures " + ", ".join(ARCHITECTURES),
-    "quantization_config": "the weights are quantized (quantization_config in config.json), which is not "
-    "supported for safetensors; use the original weights or a GGUF file",
-}
+_OWN_CODE = (
+    "this model wants to run code of its own (auto_map in config.json), which is never done; "
+    "use a model of the architectures " + ", ".join(ARCHITECTURES)
+)
 
 
 def _architecture(config: Mapping[str, Any]) -> Architecture:

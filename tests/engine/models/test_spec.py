@@ -93,7 +93,6 @@ def test_what_config_leaves_out_is_as_transformers_assumes() -> None:
         ({"model_type": None}, "unknown architecture None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "code of its own"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"hidden_size": None}, "hidden_size in config.json is None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers in config.json is 0"),
