@@ -161,6 +161,12 @@ USED_BLOCKS = most("blocks used, most", "blk", "lower", "used_blk")
 BATCH_FILL = Figure("requests of a batch", "req", "higher", _batch_fill)
 DECODE_STEP_MS = Figure("decode step, median", "ms", "lower", _decode_step_ms)
 DECODE_TOK_S = Figure("decode, median step", "tok/s", "higher", _decode_tok_s)
+WEIGHTS_READ = Figure(
+    "weights read by a step, most",
+    "MiB",
+    "lower",
+    lambda outcome: max((row.weight_bytes / 2**20 for row in outcome.steps), default=None),
+)
 TEXT_US = Figure("text and sending", "us/tok", "lower", _text_us)
 MESSAGES = Figure("messages", "a token", "lower", _messages)
 TOKENIZE_MS = of_rows("tokenizing, all prompts", "ms", "lower", "tokenize_us", 1e-3)

@@ -202,6 +202,44 @@ SPECS: tuple[Spec, ...] = (
         otherwise="Where weights dominate a step's traffic, fewer keys and values shorten it little.",
     ),
     Spec(
+        knob="weight_dtype",
+        off="model",
+        on="int8",
+        workload=w.batch(1, 64, 48),
+        figures=(f.DECODE_STEP_MS, f.WEIGHTS_READ, f.OUT_TOK_S),
+        expected="A step of one request is bound by reading weights, which take half the bytes.",
+        otherwise="Where arithmetic or the number of operations bounds a step, fewer bytes gain little.",
+    ),
+    Spec(
+        knob="weight_dtype",
+        off="model",
+        on="int4",
+        base={"int4_method": "rtn"},
+        workload=w.batch(1, 64, 48),
+        figures=(f.DECODE_STEP_MS, f.WEIGHTS_READ, f.OUT_TOK_S),
+        expected="A step of one request is bound by reading weights, which take a quarter of the bytes.",
+        otherwise="Where arithmetic or the number of operations bounds a step, fewer bytes gain little.",
+    ),
+    Spec(
+        knob="weight_dtype",
+        off="model",
+        on="fp8",
+        workload=w.batch(1, 64, 48),
+        figures=(f.WEIGHTS_READ, f.DECODE_STEP_MS, f.OUT_TOK_S),
+        expected="Weights take half the bytes.",
+        otherwise="No CPU computes in fp8: weights are expanded for each product, which costs time there.",
+    ),
+    Spec(
+        knob="high_precision",
+        off="head",
+        on="none",
+        base={"weight_dtype": "int8"},
+        workload=w.batch(1, 64, 48),
+        figures=(f.WEIGHTS_READ, f.DECODE_STEP_MS, f.OUT_TOK_S),
+        expected="The output head, a large part of a small model, is read in one byte a weight too.",
+        otherwise="Where the head is a small part of the model, it hardly shows.",
+    ),
+    Spec(
         knob="attention",
         off="naive",
         on="sdpa",
@@ -256,6 +294,8 @@ NOT_MEASURED: Mapping[str, str] = {
     "priority_ageing_s": "a bound on waiting, not a speed: `python -m tests.bench.soak --high-load` holds it",
     "max_num_queued": "a limit at the door; who is refused is told so, and nobody else is faster or slower",
     "kv_pool_gib": "a size, which the entries of the other memory knobs set",
+    "int4_method": "how 4-bit codes are found, not how they are computed with; what it does to the model's "
+    "predictions is in `tests/engine/precision/test_quality.py`",
     "swap_space_gib": "a size, without effect of its own beside preemption",
 }
 
