@@ -157,6 +157,8 @@ class ModelRunner:
         try:
             self._converter.convert(precision, progress)
         finally:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # the old weights' memory, so that it is seen to be free
             self._linears = self.decoder.table()
             self._traffic = self._model_traffic()
 
