@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -197,7 +197,7 @@ def _serve(
     ready |= {"session": session, "pid": os.getpid()}
     if curve is not None:
         ready["public_key"] = curve[0].public.decode()
-    print(json.dumps(ready), flush=True)
+    say_ready(ready)
     if options.managed:
         watch_stdin(
             lambda: lifetime.end(
@@ -205,6 +205,16 @@ def _serve(
             )
         )
     return server
+
+
+def say_ready(ready: Mapping[str, str | int]) -> None:
+    """Print where the engine listens, as one line of JSON.
+
+    It is written at once, its end included: where standard output is not buffered, `print` writes the end of
+    the line by itself, and a line of the log that goes to the same pipe can get in between.
+    """
+    sys.stdout.write(json.dumps(ready) + "\n")
+    sys.stdout.flush()
 
 
 def _info() -> m.EngineInfo:

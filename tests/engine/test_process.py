@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import msgspec
 import psutil
 import pytest
 
-from engine.__main__ import main
+from engine.__main__ import main, say_ready
 from ipc import messages as m
 from ipc.client import Client, EngineGone, EngineSilent
 from ipc.endpoints import read_connection
@@ -138,6 +139,20 @@ def test_a_model_that_cannot_be_loaded_leaves_an_engine_that_says_why(tmp_path: 
             client.request(m.Shutdown(id=client.next_id()))
         assert engine.process.wait(60) == 14
         assert "Traceback" in engine.errors(), "the process's own log has it"
+
+
+def test_the_line_that_says_ready_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can get in between it and its end, as the log goes to the same pipe."""
+    written: list[str] = []
+
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Pipe())
+    say_ready({"ready": 1, "ctl": "ipc://x"})
+    assert written == ['{"ready": 1, "ctl": "ipc://x"}\n']
 
 
 def test_drain_finishes_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
