@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch import Tensor
 from engine.memory import available_bytes
 
 Apply = Callable[[Tensor], Tensor]
+AnyForm = TypeVar("AnyForm")
 
 
 class LinearLayer(Protocol):
@@ -99,13 +100,13 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ByRows(Generic[AnyForm]):
     """Which form serves how many rows: ``forms[i]`` from ``from_rows[i]`` rows on, ascending from 1."""
 
     from_rows: tuple[int, ...]
-    forms: tuple[Form, ...]
+    forms: tuple[AnyForm, ...]
 
-    def form_for(self, rows: int) -> Form:
+    def form_for(self, rows: int) -> AnyForm:
         """The form that a product of ``rows`` rows runs in."""
         chosen = self.forms[0]
         for start, form in zip(self.from_rows, self.forms, strict=True):
@@ -114,8 +115,14 @@ class Choice:
         return chosen
 
     @property
-    def distinct(self) -> tuple[Form, ...]:
+    def distinct(self) -> tuple[AnyForm, ...]:
         return tuple(dict.fromkeys(self.forms))
+
+
+class Choice(ByRows[Form]):
+    """Forms of a weight in the model's own precision."""
+
+    __slots__ = ()
 
     @property
     def name(self) -> str:
@@ -246,17 +253,20 @@ def choose(
         worth = times[best][rows] <= EXTRA_FORM_GAIN * times[base][rows]
         extra_fits = best is held or total_elements * best.weight_dtype.itemsize <= free_bytes * MEMORY_MARGIN
         chosen.append(best if worth and extra_fits else base)
-    return _merge(chosen)
+    return Choice(*merged(PROBE_ROWS, chosen))
 
 
-def _merge(chosen: Sequence[Form]) -> Choice:
-    starts, forms = [1], [chosen[0]]
-    for previous, form in zip(PROBE_ROWS, chosen[1:], strict=False):
+def merged(probe_rows: Sequence[int], best: Sequence[AnyForm]) -> tuple[tuple[int, ...], tuple[AnyForm, ...]]:
+    """``from_rows`` and ``forms`` of a choice, from what is best for each number of rows that was measured.
+
+    Between two probes the later one holds: 2 and 3 rows go with 4, as more than one row does.
+    """
+    starts, forms = [1], [best[0]]
+    for previous, form in zip(probe_rows, best[1:], strict=False):
         if form is not forms[-1]:
-            # Between two probes the later one holds: 2 and 3 rows go with 4, as more than one row does.
             starts.append(previous + 1)
             forms.append(form)
-    return Choice(tuple(starts), tuple(forms))
+    return tuple(starts), tuple(forms)
 
 
 def _measure(forms: Sequence[Form], samples: Sequence[Tensor]) -> dict[Form, dict[int, float]]:

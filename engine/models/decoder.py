@@ -150,9 +150,10 @@ class Decoder:
 
     def table(self) -> LinearTable:
         """What the linear layers, as they are now, read and run for each number of rows."""
-        starts = tuple(sorted({start for linear in self.linears.values() for start in linear.starts}))
+        linears = self.linears
+        starts = tuple(sorted({start for linear in linears.values() for start in linear.starts}))
         read = [
-            sum(linear.read_bytes(start) for place, linear in self.linears.items() if place != HEAD)
+            sum(linear.read_bytes(start) for place, linear in linears.items() if place != HEAD)
             for start in starts
         ]
         head = [self.head.read_bytes(start) for start in starts]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.layers.linear import ByRows, merged
 from engine.layers.precision.forms import PrecisionForm, precision_forms
 from engine.layers.precision.product import ERRORS, Product, held_bytes
 from engine.layers.precision.weights import Kind, QuantizedWeight
@@ -27,24 +28,10 @@ HOPELESS = 3.0  # a form that takes this many times as long as another is not me
 
 
 @dataclass(frozen=True, slots=True)
-class PrecisionChoice:
-    """``forms[i]`` serves ``from_rows[i]`` rows on, ascending from 1."""
+class PrecisionChoice(ByRows[PrecisionForm]):
+    """Forms of weights of one kind."""
 
     kind: Kind
-    from_rows: tuple[int, ...]
-    forms: tuple[PrecisionForm, ...]
-
-    def form_for(self, rows: int) -> PrecisionForm:
-        """The form that a product of ``rows`` rows runs in."""
-        chosen = self.forms[0]
-        for start, form in zip(self.from_rows, self.forms, strict=True):
-            if rows >= start:
-                chosen = form
-        return chosen
-
-    @property
-    def distinct(self) -> tuple[PrecisionForm, ...]:
-        return tuple(dict.fromkeys(self.forms))
 
     @property
     def name(self) -> str:
@@ -152,7 +139,7 @@ def choose_precision(
         how = "quantized activations" if dynamic else "weights alone quantized"
         raise ValueError(f"no form computes {kind} weights with {how} on {device.type}")
     if not timed:
-        return PrecisionChoice(kind, (1,), (forms[0],))
+        return PrecisionChoice((1,), (forms[0],), kind)
     times = measure(forms, samples, device) if len(forms) > 1 else {forms[0]: dict.fromkeys(PROBE_ROWS, 0.0)}
     # What serves many rows is held anyway and only gives way to something clearly better.
     base = min(forms, key=lambda form: times[form][PROBE_ROWS[-2]] + times[form][PROBE_ROWS[-1]])
@@ -161,12 +148,7 @@ def choose_precision(
         best = min(forms, key=lambda form: times[form][rows])
         gain = SAME_LAYOUT_GAIN if best.layout == base.layout else EXTRA_LAYOUT_GAIN
         chosen.append(best if times[best][rows] <= gain * times[base][rows] else base)
-    starts, served = [1], [chosen[0]]
-    for before, form in zip(PROBE_ROWS, chosen[1:], strict=False):
-        if form is not served[-1]:
-            starts.append(before + 1)
-            served.append(form)
-    return PrecisionChoice(kind, tuple(starts), tuple(served))
+    return PrecisionChoice(*merged(PROBE_ROWS, chosen), kind)
 
 
 def measure(

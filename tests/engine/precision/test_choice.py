@@ -121,15 +121,15 @@ def test_a_layer_runs_the_form_of_its_number_of_rows_and_holds_each_tensor_once(
     weight = quantize(normal(64, 128), "int8")
     forms = {form.name: form for form in precision_forms("int8", CPU)}
     few, many = forms["int8pack"], forms["dequant-fp32gemm"]
-    both = PrecisionChoice("int8", (1, 5), (few, many))
+    both = PrecisionChoice((1, 5), (few, many), "int8")
     assert both.name == "int8:int8pack:1+dequant-fp32gemm:5"
     layer = QuantizedLinear(weight, None, both)
     for rows, form in ((1, few), (4, few), (5, many), (9, many)):
         x = normal(rows, 128)
         assert both.form_for(rows) is form
         assert torch.equal(layer(x), form.build(weight, None, torch.float32)(x))
-    alone = QuantizedLinear(weight, None, PrecisionChoice("int8", (1,), (few,)))
+    alone = QuantizedLinear(weight, None, PrecisionChoice((1,), (few,), "int8"))
     assert layer.nbytes == alone.nbytes
     assert alone.nbytes == pytest.approx(64 * 128, rel=0.06)
-    wide = QuantizedLinear(weight, None, PrecisionChoice("int8", (1, 5), (few, forms["fp16-packed"])))
+    wide = QuantizedLinear(weight, None, PrecisionChoice((1, 5), (few, forms["fp16-packed"]), "int8"))
     assert wide.nbytes == pytest.approx(3 * 64 * 128, rel=0.06)
