@@ -70,7 +70,7 @@ def test_ten_thousand_requests() -> None:
     """
     load = soak(1)
     before = set(threading.enumerate())
-    run_urgent(load, 200)
+    run_urgent(load, 500)
     run_until(load, REQUESTS // 2)
     load.calm()
     assert load.at_rest() == []
