@@ -54,6 +54,7 @@ class TextRow:
     slot: int = 0
     seed: int = 0
     sampling: Sampling = field(default_factory=Sampling)
+    drafted: Sequence[int] = ()
 
     @property
     def request(self) -> TextRow:
@@ -87,6 +88,7 @@ class SampledRow:
     num_prompt: int
     num_tokens: int
     token_ids: list[int] = field(default_factory=list)
+    drafted: Sequence[int] = ()
 
 
 @dataclass(slots=True)

@@ -32,6 +32,8 @@ class SampledRequest(Protocol):
     def num_tokens(self) -> int: ...
     @property
     def token_ids(self) -> list[int]: ...  # prompt and output
+    @property
+    def drafted(self) -> Sequence[int]: ...  # tokens after them that are only assumed, of a draft
 
 
 def has_penalty(s: Sampling) -> bool:
@@ -88,7 +90,8 @@ class Penalties:
         if seen is None or seen.rid != request.rid or seen.num_tokens > request.num_tokens:
             seen = self._seen[request.slot] = _Seen(request.rid)
         seen.update(request.token_ids, request.num_prompt)
-        return seen
+        # What is kept for the slot holds verified tokens only, so a rejected draft needs no undoing.
+        return seen.with_drafted(request.drafted) if request.drafted else seen
 
 
 class _Seen:
@@ -105,11 +108,22 @@ class _Seen:
 
     def update(self, token_ids: list[int], num_prompt: int) -> None:
         for at in range(self.num_tokens, len(token_ids)):
-            token = token_ids[at]
-            place = self._index.setdefault(token, len(self.ids))
-            if place == len(self.ids):
-                self.ids.append(token)
-                self.in_output.append(0)
-            if at >= num_prompt:
-                self.in_output[place] += 1
+            self._count(token_ids[at], at >= num_prompt)
         self.num_tokens = len(token_ids)
+
+    def with_drafted(self, tokens: Sequence[int]) -> _Seen:
+        """A copy that counts further tokens of the output."""
+        out = _Seen(self.rid)
+        out.ids, out.in_output, out._index = self.ids.copy(), self.in_output.copy(), self._index.copy()
+        out.num_tokens = self.num_tokens
+        for token in tokens:
+            out._count(token, True)
+        out.num_tokens += len(tokens)
+        return out
+
+    def _count(self, token: int, is_output: bool) -> None:
+        place = self._index.setdefault(token, len(self.ids))
+        if place == len(self.ids):
+            self.ids.append(token)
+            self.in_output.append(0)
+        self.in_output[place] += is_output

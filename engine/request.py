@@ -61,6 +61,9 @@ class Request:
         "tag", "token_ids", "token_ns", "tokenize_ns",
     )  # fmt: skip
 
+    drafted: Sequence[int] = ()
+    """Assumed tokens behind its own: none, a request holds verified ones only (see `SampledRequest`)."""
+
     def __init__(
         self,
         rid: int,

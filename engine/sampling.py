@@ -87,7 +87,7 @@ class Sampler:
             some = special[first : first + SCRATCH_ROWS]
             at = torch.tensor(some, device=self.device)
             ids.index_copy_(0, at, self._choose(logits, best, at, [requests[i] for i in some]))
-        top = _top_logprobs(logits, ids, requests) if special else None
+        top = top_logprobs(logits, ids, requests) if special else None
         # Finite or not, and the ids, in one transfer: -1 marks a row whose logits were not finite.
         host = torch.where(best.isfinite(), ids, -1).tolist()
         bad = [token < 0 for token in host]
@@ -180,7 +180,8 @@ class _Top:
         }
 
 
-def _top_logprobs(logits: Tensor, ids: Tensor, requests: Sequence[SampledRequest]) -> _Top | None:
+def top_logprobs(logits: Tensor, ids: Tensor, requests: Sequence[SampledRequest]) -> _Top | None:
+    """Log-probabilities of ids [rows] and of the most likely ones, for requests that ask for them."""
     rows = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None]
     if not rows:
         return None
