@@ -291,7 +291,7 @@ class Smoke:
             raise SmokeError("the prefix cache is on, and after the load the KV map shows no cached block")
         if report.load is None or report.load.errors or not report.load.ok:
             raise SmokeError(f"requests of the load failed: {report.load}")
-        if session.kpis().decode_tok_s.value is None:
+        if session.kpis().output_tok_s.value is None:
             raise SmokeError("the KPI strip has no figure for the output rate while a load ran")
         on, off, again = report.phases
         if not on.hit_rate or not again.hit_rate:

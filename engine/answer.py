@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from engine.block_pool import BlockView
 from engine.delivery import Batch, Delivery, NewToken, Outlet
 from engine.metrics import Meters, StageTotals
-from engine.plan import Preemption, StepPlan
+from engine.plan import Preemption, ScheduledRequest, StepPlan
 from engine.request import Request
 from engine.result_cache import Answer, ResultCache
 from engine.scheduler import Scheduler
+from engine.speculation.limits import until_end
 from engine.text import Tokenizer
 from ipc.messages import (
     ApplyEvent,
@@ -47,6 +48,7 @@ class Answers:
     end of its stream follow from the delivery thread, once. ``sink`` is called by both threads: with what
     happens to the engine by `flush`, with what clients are told by the delivery thread. ``on_stop`` is called
     by the latter with the id of a request that has met a stop string, which is then to be `stopped` here.
+    ``on_end`` is called by the step thread with the id of a request that it lets go of.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Answers:
         sink: Callable[[list[Event]], None],
         *,
         on_stop: Callable[[int], None],
+        on_end: Callable[[int], None],
         results: ResultCache,
         meters: Meters,
         stages: StageTotals,
@@ -68,6 +71,7 @@ class Answers:
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._sink = sink
+        self._on_end = on_end
         self._results = results
         self._stages = stages
         self._clock = clock_ns
@@ -123,19 +127,27 @@ class Answers:
             )
             self.events.append(each.request.row())
 
-    def accept(self, plan: StepPlan, out: StepOutput, computed_ns: int) -> None:
-        """Take a step's tokens: append them and end what ends with them. Who has ended already gets none."""
+    def accept(self, plan: StepPlan, out: StepOutput, computed_ns: int) -> int:
+        """Take a step's tokens: append them and end what ends with them. Who has ended already gets none.
+
+        Returns how many were taken.
+        """
+        taken = 0
         for index, scheduled in enumerate(plan.scheduled):
             request = scheduled.request
             if request.is_finished:
                 continue
             request.num_pending = 0
-            token = out.token_ids[index]
-            if token is not None:
-                self._take(request, token, out.logprobs[index], computed_ns)
+            ids = out.token_ids[index]
+            if ids:
+                taken += self._take(scheduled, ids, out.logprobs[index], out.accepted[index], computed_ns)
             elif out.nonfinite[index]:
                 self._scheduler.distrust(request)
-                self.finish(request, "error", computed_ns, code="internal", message=NONFINITE)
+                if scheduled.draft:
+                    self._try_without_drafts(request, computed_ns)
+                else:
+                    self.finish(request, "error", computed_ns, code="internal", message=NONFINITE)
+        return taken
 
     def stopped(self, rid: int, now_ns: int) -> None:
         """A stop string was found in a request's text. It may have ended meanwhile."""
@@ -181,22 +193,53 @@ class Answers:
             self.delivery.put(Batch(self.cfg_rev, rows))
         self.delivery.flush()
 
-    def _take(self, request: Request, token: int, logprob: TokenLogprob | None, now_ns: int) -> None:
-        request.token_ids.append(token)
-        request.token_ns.append(now_ns)
+    def _take(
+        self,
+        scheduled: ScheduledRequest,
+        ids: list[int],
+        logprobs: list[TokenLogprob | None],
+        accepted: int,
+        now_ns: int,
+    ) -> int:
+        """Append what a request got, up to where it ends. All of it came at one instant. Returns how many."""
+        request = scheduled.request
+        count, end = until_end(
+            ids,
+            num_output=request.num_output,
+            min_tokens=request.sampling.min_tokens,
+            stop_ids=request.stop_ids,
+            room=request.max_total - len(request.token_ids),
+        )
+        request.token_ids += ids[:count]
+        request.token_ns += [now_ns] * count
         request.last_ns = now_ns
         if request.first_ns is None:
             request.first_ns = now_ns
         if request.state == "prefill":
             request.state = "decode"
             self.events.append(request.row())
-        produced = len(request.token_ids) - request.num_prompt
-        stops = token in request.stop_ids and produced > request.sampling.min_tokens
-        self._rows.append(NewToken(_outlet(request), token, now_ns, logprob, stops))
-        if stops:
-            self.finish(request, "stop", now_ns, stop_reason=token)
-        elif len(request.token_ids) >= request.max_total:
+        if scheduled.draft:
+            request.drafts += 1
+            request.drafted_tokens += len(scheduled.draft)
+            request.accepted_tokens += accepted
+            # One that lost its blocks while the step computed starts over anyway.
+            kept = min(accepted, count) if request.is_running else 0
+            self._scheduler.keep_drafts(request, len(scheduled.draft), kept)
+        outlet = _outlet(request)
+        for token, logprob in zip(ids[:count], logprobs, strict=False):
+            self._rows.append(NewToken(outlet, token, now_ns, logprob))
+        if end == "stop":
+            self._rows[-1] = self._rows[-1]._replace(is_stop_id=True)
+            self.finish(request, "stop", now_ns, stop_reason=ids[count - 1])
+        elif end == "length":
             self.finish(request, "length", now_ns)
+        return count
+
+    def _try_without_drafts(self, request: Request, now_ns: int) -> None:
+        """What was not finite may come of its draft alone, for a masked NaN spoils a sum all the same."""
+        request.may_draft = False
+        if request.is_running:
+            self.note_preempted([self._scheduler.preempt(request, now_ns, "rebuild")])
 
     def _end(
         self,
@@ -216,6 +259,7 @@ class Answers:
         request.stop_reason, request.code, request.message = stop_reason, code, message[:4096]
         request.rev_last = self.cfg_rev
         self._rows.append(NewToken(_outlet(request), None, now_ns))
+        self._on_end(request.rid)
 
     def _leave_stages(self, request: Request) -> None:
         """A request runs no more: what the engine spent meanwhile is its."""

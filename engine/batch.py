@@ -16,9 +16,10 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.attention.base import Ints, Rows
+from engine.attention.base import MAX_SHORT, Ints, Rows
 from engine.penalties import SampledRequest, has_penalty
 from engine.request import NO_BLOCK
+from engine.speculation.base import NO_DRAFT, Draft
 from ipc.messages import Sampling
 
 
@@ -34,12 +35,17 @@ class RowRequest(SampledRequest, Protocol):
 
 
 class ScheduledRow(Protocol):
-    """One request of a step: ``num_new`` tokens from position ``num_computed`` on."""
+    """One request of a step: ``num_new`` tokens from position ``num_computed`` on, then those of ``draft``.
+
+    Only where the tokens reach the newest one, and that one is there, may a draft follow them.
+    """
 
     @property
     def request(self) -> RowRequest: ...
     @property
     def num_new(self) -> int: ...
+    @property
+    def draft(self) -> Draft: ...
 
 
 @dataclass(slots=True)
@@ -54,6 +60,7 @@ class TextRow:
     slot: int = 0
     seed: int = 0
     sampling: Sampling = field(default_factory=Sampling)
+    draft: Draft = NO_DRAFT
     drafted: Sequence[int] = ()
 
     @property
@@ -95,9 +102,11 @@ class SampledRow:
 class Batch:
     """One step on the host. Tokens of a request are neighbours, requests in the order of ``rows``.
 
-    ``sampled`` lists, for each row of logits, the entry of the plan that it belongs to, ``sampled_rows`` what
-    the sampler needs of its request, and ``logit_tokens`` the token of the step whose logits they are.
-    ``order[r]`` is the entry of the plan that row r belongs to.
+    ``sampled`` lists the entries of the plan whose requests get tokens, ``sampled_rows`` what the sampler
+    needs of each, and ``drafts`` what was drafted for it. Each has as many neighbouring rows of logits as its
+    draft has tokens, and one; ``logit_tokens`` are the tokens of the step whose logits they are.
+    ``order[r]`` is the entry of the plan that row r belongs to, ``drafted[r]`` how many of its tokens are
+    drafted.
     """
 
     ids: Ints  # [tokens], 0 where the id is still pending
@@ -105,8 +114,10 @@ class Batch:
     slots: Ints  # [tokens], where in the pool their keys and values go
     rows: Rows
     order: list[int]
+    drafted: Ints
     sampled: list[int]
     sampled_rows: list[SampledRow]
+    drafts: list[Draft]
     logit_tokens: Ints
     requests: list[RowRequest]  # of the entries of ``sampled``
     pending: list[tuple[int, RowRequest, int]]  # place in ids, whose token, and which of its tokens
@@ -162,22 +173,31 @@ class BatchBuilder:
     def build(self, scheduled: Sequence[ScheduledRow]) -> Batch:
         """Index arrays of a step with at least one request.
 
-        Raises ValueError if a request has no new token, tokens that do not exist, or blocks that do not
-        cover them and what they attend to: then the plan is wrong, and nothing was changed.
+        Raises ValueError if a request has no new token, tokens that do not exist, a draft that nothing leads
+        up to, or blocks that do not cover all that and what it attends to: then the plan is wrong, and
+        nothing was changed.
         """
         count = len(scheduled)
         requests = [entry.request for entry in scheduled]
         num_new: Ints = np.fromiter((entry.num_new for entry in scheduled), np.int64, count)
+        drafted: Ints = np.fromiter((len(entry.draft) for entry in scheduled), np.int64, count)
         num_computed: Ints = np.fromiter((request.num_computed for request in requests), np.int64, count)
-        lengths = num_new + num_computed
         known: Ints = np.fromiter((request.num_known for request in requests), np.int64, count)
-        self._check(requests, num_new, lengths, known)
-        # Single tokens first, longest first, so that attention finds its buckets as ranges of rows.
-        order = np.lexsort((-lengths, num_new > 1))
+        finishing = num_new + num_computed == known
+        self._check(requests, num_new, num_new + num_computed, known)
+        if drafted.any():
+            self._check_drafts(requests, drafted, finishing)
+        num_new += drafted
+        lengths = num_new + num_computed
+        self._check_covered(requests, lengths)
+        # Equal small numbers of tokens side by side, the longest context first, so that attention finds its
+        # buckets as ranges of rows.
+        order = np.lexsort((-lengths, np.minimum(num_new, MAX_SHORT + 1)))
         for request in requests:
             self._hold(request)
 
         num_new, num_computed, lengths = num_new[order], num_computed[order], lengths[order]
+        drafted = drafted[order]
         ends = num_new.cumsum()
         starts = ends - num_new
         width = int(-(-lengths.max() // self.block_size))
@@ -196,8 +216,9 @@ class BatchBuilder:
             if last > requests[i].num_tokens:  # the newest token is on its way
                 pending.append((len(ids), requests[i], last - 1))
                 ids.append(0)
-        finishing = np.flatnonzero(lengths == known[order])
-        sampled = order[finishing].tolist()
+            ids += scheduled[i].draft.token_ids
+        asking_rows = np.flatnonzero(finishing[order])
+        sampled = order[asking_rows].tolist()
         asking = [requests[i] for i in sampled]
         return Batch(
             ids=np.array(ids, dtype=np.int64),
@@ -205,23 +226,42 @@ class BatchBuilder:
             slots=tables[row_of, block] * self.block_size + offset,
             rows=Rows(starts, num_new, num_computed, tables, int((num_new == 1).sum()), self.block_size),
             order=order.tolist(),
+            drafted=drafted,
             sampled=sampled,
             sampled_rows=[
                 SampledRow(r.rid, r.slot, r.sampling, r.seed, r.num_prompt, r.num_known) for r in asking
             ],
-            logit_tokens=ends[finishing] - 1,
+            drafts=[scheduled[i].draft for i in sampled],
+            logit_tokens=_last_tokens(ends[asking_rows], drafted[asking_rows] + 1),
             requests=asking,
             pending=pending,
         )
 
     def _check(self, requests: Sequence[RowRequest], num_new: Ints, lengths: Ints, known: Ints) -> None:
-        covered = np.fromiter((len(request.block_table) for request in requests), np.int64, len(requests))
-        wrong = (num_new < 1) | (lengths > known) | (covered * self.block_size < lengths)
+        wrong = (num_new < 1) | (lengths > known)
         if wrong.any():
             i = int(wrong.argmax())
             raise ValueError(
                 f"request {requests[i].rid}: {num_new[i]} new tokens up to {lengths[i]} planned, but it has "
-                f"{known[i]} tokens and {covered[i]} blocks of {self.block_size}"
+                f"{known[i]} tokens"
+            )
+
+    def _check_drafts(self, requests: Sequence[RowRequest], drafted: Ints, finishing: Ints) -> None:
+        for i in np.flatnonzero(drafted).tolist():
+            if not finishing[i] or requests[i].num_known != requests[i].num_tokens:
+                raise ValueError(
+                    f"request {requests[i].rid}: {drafted[i]} tokens are drafted behind a token that is not "
+                    "computed in this step, or not known yet"
+                )
+
+    def _check_covered(self, requests: Sequence[RowRequest], lengths: Ints) -> None:
+        covered = np.fromiter((len(request.block_table) for request in requests), np.int64, len(requests))
+        wrong = covered * self.block_size < lengths
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ValueError(
+                f"request {requests[i].rid}: tokens up to {lengths[i]} planned, drafts included, but it has "
+                f"{covered[i]} blocks of {self.block_size}"
             )
 
     def _check_window(self, requests: Sequence[RowRequest], tables: Ints, num_computed: Ints) -> None:
@@ -265,3 +305,11 @@ class BatchBuilder:
         grown = np.zeros((slots, width), dtype=np.int64)
         grown[: self._tables.shape[0], : self._tables.shape[1]] = self._tables
         self._tables = grown
+
+
+def _last_tokens(ends: Ints, counts: Ints) -> Ints:
+    """The last ``counts[i]`` tokens before ``ends[i]``, of all i one after the other."""
+    if int(counts.sum()) == len(counts):
+        return ends - 1
+    before = counts.cumsum() - counts
+    return np.repeat(ends - counts - before, counts) + np.arange(int(counts.sum()))

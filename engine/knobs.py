@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from engine.knob import Knob, KnobContext
+from engine.speculation import MAX_DRAFT
 from ipc.messages import ApplyMode, KnobInfo, KnobValue
 
 NOT_BUILT = "not built yet"
@@ -27,6 +28,10 @@ def _weight_reason(choice: str, context: KnobContext) -> str:
     if choice == "model" or not context.quantization:
         return ""
     return f"the model's weights are quantized already: {context.quantization}"
+
+
+def _speculation_reason(choice: str, context: KnobContext) -> str:
+    return NOT_BUILT if choice in ("draft", "self") else ""
 
 
 def _later(
@@ -368,33 +373,41 @@ _WEIGHTS = (
 )
 
 _SPECULATION = (
-    _later(
-        "speculation",
-        "speculation",
-        "Speculation",
-        "Draft tokens are proposed cheaply and checked together.",
-        "choice",
-        "off",
+    Knob(
+        id="speculation",
+        group="speculation",
+        title="Speculation",
+        type="choice",
+        default="off",
         choices=("off", "ngram", "draft", "self"),
+        choice_reason=_speculation_reason,
+        help="Further tokens of an answer are drafted cheaply and verified together in one step; those that "
+        "the model itself would choose stay, so the text is the same. ngram drafts what followed the "
+        "last tokens where they occurred before in prompt or answer: it pays where text repeats, as in "
+        "editing, extraction and code.",
     ),
-    _later(
-        "spec_tokens",
-        "speculation",
-        "Draft tokens",
-        "Tokens proposed in one step.",
-        "int",
-        4,
+    Knob(
+        id="spec_tokens",
+        group="speculation",
+        title="Draft tokens",
+        type="int",
+        default=4,
         unit="tokens",
         minimum=1,
-        maximum=16,
+        maximum=MAX_DRAFT,
+        requires={"speculation": "ngram"},
+        help="Most tokens drafted for one request in one step. More bring more where they are accepted, and "
+        "make the step longer for everybody where they are not.",
     ),
-    _later(
-        "spec_adaptive",
-        "speculation",
-        "Adaptive drafts",
-        "The number of drafts follows how many are accepted.",
-        "bool",
-        False,
+    Knob(
+        id="spec_adaptive",
+        group="speculation",
+        title="Adaptive drafts",
+        type="bool",
+        default=True,
+        requires={"speculation": "ngram"},
+        help="Drafts are as long as pays by what steps cost and how many drafted tokens were accepted, and "
+        "stop where they lose, with a try now and then. Off, every draft that is found is verified.",
     ),
 )
 

@@ -33,6 +33,7 @@ from engine.request import Request
 from engine.result_cache import ResultCache
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerKnobs
+from engine.speculation.speculator import Speculator
 from engine.weight_precision import WeightPrecision
 from ipc.messages import DeviceInfo, EngineState, KnobValue, Phase
 
@@ -107,12 +108,14 @@ class EngineCore:
             window=self.runner.window,
         )
         self.results = ResultCache(answer_identity(loaded.info, self.runner, self.max_model_len))
+        self.speculator = Speculator(loaded.spec.vocab_size)
         stages = StageTotals()
         self.answers = Answers(
             self.scheduler,
             loaded.tokenizer,
             sink,
             on_stop=lambda rid: self._inbox.put(StopFound(rid)),
+            on_end=self.speculator.forget,
             results=self.results,
             meters=self.text_meters,
             stages=stages,
@@ -125,6 +128,7 @@ class EngineCore:
             self.answers,
             stages,
             MeterReader(self.text_meters),
+            self.speculator,
             clock_ns,
             check=config.check,
         )
@@ -229,6 +233,7 @@ class EngineCore:
             result_n=results.num_answers,
             result_bytes=results.nbytes,
             result_hits=results.hits,
+            speculation=self.speculator.reason[:4096],
             ended=max(0, self._num_begun - len(self.answers.live)) + results.hits,
             prefill_tok=self.pipeline.prefill_tokens,
             decode_tok=self.pipeline.decode_tokens,
@@ -347,6 +352,7 @@ class EngineCore:
             bool(self.answers.live)
             and not self._inbox.has_change_next
             and not reconfigure.swap_space_is_idle(self)
+            and self.pipeline.may_stage_ahead
         )
 
     def _land(self) -> Landing:

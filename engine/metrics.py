@@ -8,8 +8,11 @@ happens later. Prefix hits are counted once, when a request is first admitted: w
 after a preemption is in ``resume_hit_tok`` only. ``prefill_tok`` holds every computed token that is not a
 decode step's single new one, so also those that a preemption made necessary again; ``recompute_tok`` is that
 part of it. A request's ``computed_tok`` is all the work done for it: recomputed tokens count again, prefix
-hits do not. The share of the pool in use is ``used_blk / (used_blk + cached_blk + free_blk)``: cached blocks
-count as not in use.
+hits do not. Tokens of drafts are no part of ``prefill_tok`` and ``decode_tok``, but of ``computed_tok``,
+whether or not they held; a step brings ``output_tok`` tokens, up to where their requests end. Of drafts that
+proposed something, ``drafted_tok`` tokens were computed and ``accepted_tok`` held: the acceptance rate is
+accepted by drafted tokens, the mean accepted length 1 + accepted tokens by drafts. The share of the pool in
+use is ``used_blk / (used_blk + cached_blk + free_blk)``: cached blocks count as not in use.
 """
 
 from __future__ import annotations
@@ -87,12 +90,13 @@ class MeterReader:
 
 @dataclass(slots=True)
 class StepClock:
-    """Instants of one step in nanoseconds, in the order in which they are passed, and three durations.
+    """Instants of one step in nanoseconds, in the order in which they are passed, and four durations.
 
     ``staged``: planned and prepared. ``computed``: its forward pass and sampling are done. ``end``: its
-    tokens were taken. ``prepare`` is all that preparing took, ``hidden`` the part of its planning and
-    preparing, and of publishing the step before, that was done while a forward pass ran. ``beyond`` is for
-    how long the next step was still being staged when this one was computed: that is the next one's time.
+    tokens were taken. ``draft`` is what looking for drafts took, ``prepare`` all that preparing took,
+    ``hidden`` the part of its planning and preparing, and of publishing the step before, that was done while
+    a forward pass ran. ``beyond`` is for how long the next step was still being staged when this one was
+    computed: that is the next one's time.
     """
 
     begin: int = 0
@@ -101,6 +105,7 @@ class StepClock:
     launched: int = 0
     computed: int = 0
     end: int = 0
+    draft: int = 0
     prepare: int = 0
     hidden: int = 0
     beyond: int = 0
@@ -122,22 +127,26 @@ def step_row(
     recompute_ns: int,
     publish_ns: int,
     before_ns: int,
+    output_tokens: int,
     attention: str,
     cfg_rev: int,
 ) -> StepRow:
     """One step's row, taken after its tokens were accepted.
 
-    ``before_ns``: when the step before ended, less what it left of its time to this one.
+    ``before_ns``: when the step before ended, less what it left of its time to this one. ``output_tokens``:
+    those that requests took.
     """
     pool = scheduler.pool
+    drafted_at, accepted_at = _places(plan, out)
     tokenize_us, detokenize_us, send_us = text_us
     return StepRow(
-        v=2,
+        v=3,
         step=step,
         t_ns=clock.begin,
         dur_us=(clock.end - clock.beyond - max(clock.begin, before_ns)) // 1000,
         tokenize_us=tokenize_us,
         plan_us=(clock.planned - clock.begin) // 1000,
+        draft_us=clock.draft // 1000,
         prepare_us=clock.prepare // 1000,
         copy_us=round(out.copy_s * 1e6),
         forward_us=round(out.forward_s * 1e6),
@@ -158,6 +167,13 @@ def step_row(
         preempted=len(plan.preemptions),
         recompute_tok=plan.recompute_tokens,
         recompute_us=recompute_ns // 1000,
+        output_tok=output_tokens,
+        draft_reqs=plan.draft_requests,
+        drafted_tok=plan.draft_tokens,
+        accepted_tok=sum(accepted_at),
+        drafted_at=drafted_at,
+        accepted_at=accepted_at,
+        verify_us=_verify_us(plan, out),
         used_blk=pool.num_used,
         cached_blk=pool.num_cached,
         free_blk=pool.num_free,
@@ -175,6 +191,25 @@ def step_row(
         kernels=out.kernels,
         cfg_rev=cfg_rev,
     )
+
+
+def _places(plan: StepPlan, out: StepOutput) -> tuple[list[int], list[int]]:
+    """For each place of a draft, how many drafts had a token there, and how many of those held."""
+    if not plan.draft_tokens:
+        return [], []
+    made = [(len(row.draft), kept) for row, kept in zip(plan.scheduled, out.accepted, strict=True)]
+    places = range(max(count for count, _ in made))
+    return (
+        [sum(count > place for count, _ in made) for place in places],
+        [sum(kept > place for _, kept in made) for place in places],
+    )
+
+
+def _verify_us(plan: StepPlan, out: StepOutput) -> int:
+    """The share of the forward pass that drafted tokens had by their number."""
+    if not plan.draft_tokens:
+        return 0
+    return round(out.forward_s * 1e6) * plan.draft_tokens // (plan.num_tokens + plan.draft_tokens)
 
 
 def _us(seconds: float | None) -> int | None:

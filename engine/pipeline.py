@@ -4,6 +4,9 @@ There is one path, whether or not steps overlap. Without overlap a step lands as
 it the step computes on a thread of its own, and the next one is staged meanwhile: at most one step is in
 flight and one is staged. What a plan assumes is marked when it is launched, not when its result is known, so
 the next plan goes on from there; a plan that is never launched has only taken blocks and seats.
+
+Nothing is staged behind a step with drafts, as nobody knows how many tokens it will bring. And drafts are
+only put into a step that is staged while none is in flight, as they follow the newest token.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from engine.plan import ScheduledRequest, StepPlan
 from engine.request import Request
 from engine.runner import CopyFailed, ModelRunner, Prepared, StepOutput
 from engine.scheduler import Scheduler
+from engine.speculation.speculator import Speculator
 from ipc.messages import ErrorCode
 
 log = logging.getLogger(__name__)
@@ -59,6 +63,7 @@ class Pipeline:
         answers: Answers,
         totals: StageTotals,
         meters: MeterReader,
+        speculator: Speculator,
         clock_ns: Callable[[], int],
         *,
         check: bool = False,
@@ -73,6 +78,7 @@ class Pipeline:
         self._answers = answers
         self._totals = totals
         self._meters = meters
+        self._speculator = speculator
         self._clock_ns = clock_ns
         self._check = check
         self._worker = ForwardWorker(clock_ns)
@@ -86,12 +92,20 @@ class Pipeline:
     def in_flight(self) -> bool:
         return self._flight is not None
 
+    @property
+    def may_stage_ahead(self) -> bool:
+        """Whether the next step may be staged behind the one in flight, as far as drafts go."""
+        if self._flight is not None and self._flight.plan.draft_tokens:
+            return False
+        return not self._speculator.wants_next or not any(r.num_pending for r in self._scheduler.running)
+
     def holds(self, request: Request) -> bool:
         """Whether the step in flight computes something for a request."""
         return self._flight is not None and any(row.request is request for row in self._flight.plan.scheduled)
 
     def release(self, slot: int) -> None:
-        """A slot of the runner was left: forget it, once no step that uses it is in flight."""
+        """A slot was left: forget it, in the runner once no step that uses it is in flight."""
+        self._speculator.release(slot)
         if self._flight is not None:
             self._flight.freed_slots.append(slot)
         else:
@@ -104,6 +118,10 @@ class Pipeline:
         self._answers.note_plan(plan)
         _drop(plan, [row for row in plan.scheduled if row.request.rid in without])
         clock.planned = self._clock_ns()
+        if self._flight is None:
+            clock.draft = self._speculator.draft(plan, self._scheduler, self._clock_ns)
+        else:
+            self._speculator.pass_over(plan)
         step = Step(plan, clock)
         self._prepare(step)
         return step
@@ -220,21 +238,25 @@ class Pipeline:
         plan, clock = step.plan, step.clock
         forward_ns = round(out.forward_s * 1e9)
         self._totals.add(
-            plan_ns=clock.planned - clock.begin,
+            plan_ns=clock.planned - clock.begin + clock.draft,
             prepare_ns=clock.prepare,
             copy_ns=round(out.copy_s * 1e9),
             forward_ns=forward_ns,
             sample_ns=round(out.sample_s * 1e9),
         )
         recompute_ns = 0
+        tokens = plan.num_tokens + plan.draft_tokens
         if plan.recompute_tokens:
             for row in plan.scheduled:
-                share = forward_ns * row.recompute // plan.num_tokens
+                share = forward_ns * row.recompute // tokens
                 row.request.recompute_ns += share
                 recompute_ns += share
+        if plan.draft_tokens:
+            _share_drafting(plan, clock.draft, forward_ns)
+        self._speculator.learn(plan, out)
         self.prefill_tokens += plan.prefill_tokens
         self.decode_tokens += plan.decode_tokens
-        self._answers.accept(plan, out, clock.computed)
+        output_tokens = self._answers.accept(plan, out, clock.computed)
         if self._check:
             self._scheduler.check()
         clock.end = self._clock_ns()
@@ -251,6 +273,7 @@ class Pipeline:
                 recompute_ns=recompute_ns,
                 publish_ns=end - begin,
                 before_ns=self._ended_ns - self._beyond_ns,
+                output_tokens=output_tokens,
                 attention=self._runner.attention_name,
                 cfg_rev=self._answers.cfg_rev,
             )
@@ -306,6 +329,14 @@ def _drop(plan: StepPlan, rows: list[ScheduledRequest]) -> None:
             plan.prefill_requests -= 1
             plan.prefill_tokens -= row.num_new
             plan.recompute_tokens -= row.recompute
+
+
+def _share_drafting(plan: StepPlan, draft_ns: int, forward_ns: int) -> None:
+    """Add what a step's drafts and their verification took to the requests that had them, by tokens."""
+    for row in plan.scheduled:
+        if row.draft:
+            row.request.draft_ns += draft_ns * len(row.draft) // plan.draft_tokens
+            row.request.verify_ns += forward_ns * len(row.draft) // (plan.num_tokens + plan.draft_tokens)
 
 
 def _absorb(plan: StepPlan, other: StepPlan) -> None:

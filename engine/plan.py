@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.request import Request
+from engine.speculation.base import NO_DRAFT, Draft
 
 Arena = Literal["swap", "prefix"]
 Direction = Literal["out", "in"]
@@ -18,12 +19,14 @@ class ScheduledRequest:
     """``num_new`` tokens of ``request`` to compute, at positions [num_computed, num_computed + num_new).
 
     Its block table already covers them. It needs a sampled token when they reach ``num_known``.
-    ``recompute`` of the tokens were computed once before.
+    ``recompute`` of the tokens were computed once before. The tokens of ``draft`` are computed behind them;
+    how many of them hold is known when the step is done.
     """
 
     request: Request
     num_new: int
     recompute: int = 0
+    draft: Draft = NO_DRAFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,9 @@ class StepPlan:
     Token counts are of this step: ``prefill_tokens`` and ``decode_tokens`` add up to ``num_tokens``;
     ``recompute_tokens`` is the part of ``prefill_tokens`` that had been computed once before;
     ``query_tokens`` and ``hit_tokens`` are prefix-cache look-ups at first admission, not on a resume, and
-    ``host_hit_tokens`` is the part of the hits that came from host memory. Nothing happens before ``wake_ns``
-    though requests wait, unless another one comes or goes.
+    ``host_hit_tokens`` is the part of the hits that came from host memory. ``draft_tokens`` of
+    ``draft_requests`` are computed besides. Nothing happens before ``wake_ns`` though requests wait, unless
+    another one comes or goes.
     """
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
@@ -81,10 +85,13 @@ class StepPlan:
     query_tokens: int = 0
     hit_tokens: int = 0
     host_hit_tokens: int = 0
+    draft_requests: int = 0
+    draft_tokens: int = 0
     wake_ns: int | None = None
     turns: dict[int, int] | None = None  # rid -> when its turn was, if decoding requests must take turns
     reason: str = ""  # why nothing is scheduled although work waits
 
     @property
     def num_tokens(self) -> int:
+        """Known tokens that are computed."""
         return self.prefill_tokens + self.decode_tokens

@@ -182,6 +182,7 @@ def _apply(
     for arena in ARENAS:
         _resize(core, arena, _blocks(layout, arena))
     runner.set_forward_timing(bool(values["forward_timing"]))
+    core.speculator.configure(values)
     core.pipeline.set_overlap(bool(values["overlap"]))
     core.answers.delivery.batched = bool(values["batched_detokenize"])
     core.results.configure(values)

@@ -51,14 +51,15 @@ class Request:
     """
 
     __slots__ = (
-        "arrive_ns", "block_keys", "block_table", "cache_salt", "cached_tokens", "code", "computed_tokens",
-        "detokenize_ns", "end_ns", "finish", "first_ns", "high_water", "host_hit_tokens", "last_ns",
-        "lost_tokens", "max_total", "message", "miss_reason", "num_computed", "num_keyed", "num_pending",
-        "num_prompt", "order", "outlet", "preempt_count", "preempt_reason", "preempted_at_ns", "preempted_ns",
-        "priority", "recompute_ns", "recompute_tokens", "result_cached", "resume_hit_tokens", "rev_first",
-        "rev_last", "rid", "sampling", "sched_ns", "seed", "send_ns", "served_ns", "slot", "stage_ns",
-        "stages_at", "state", "stop_ids", "stop_reason", "stream", "swap", "swap_count", "swap_in_tokens",
-        "tag", "token_ids", "token_ns", "tokenize_ns",
+        "accepted_tokens", "arrive_ns", "block_keys", "block_table", "cache_salt", "cached_tokens", "code",
+        "computed_tokens", "detokenize_ns", "draft_ns", "drafted_tokens", "drafts", "end_ns", "finish",
+        "first_ns", "high_water", "host_hit_tokens", "last_ns", "lost_tokens", "max_total", "may_draft",
+        "message", "miss_reason", "num_computed", "num_keyed", "num_pending", "num_prompt", "order",
+        "outlet", "preempt_count", "preempt_reason", "preempted_at_ns", "preempted_ns", "priority",
+        "recompute_ns", "recompute_tokens", "result_cached", "resume_hit_tokens", "rev_first", "rev_last",
+        "rid", "sampling", "sched_ns", "seed", "send_ns", "served_ns", "slot", "stage_ns", "stages_at",
+        "state", "stop_ids", "stop_reason", "stream", "swap", "swap_count", "swap_in_tokens", "tag",
+        "token_ids", "token_ns", "tokenize_ns", "verify_ns",
     )  # fmt: skip
 
     drafted: Sequence[int] = ()
@@ -119,6 +120,12 @@ class Request:
         self.computed_tokens = 0
         self.recompute_tokens = 0
         self.recompute_ns = 0
+        self.may_draft = True  # until a draft made something that is not finite
+        self.drafts = 0  # that proposed anything
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+        self.draft_ns = 0
+        self.verify_ns = 0
         self.high_water = 0  # most tokens ever computed; below it a token is a recomputed one
         self.miss_reason = ""
         self.result_cached = False
@@ -217,6 +224,11 @@ class Request:
             swap_n=self.swap_count,
             swap_in_tok=self.swap_in_tokens,
             miss_reason=self.miss_reason,
+            drafts_n=self.drafts,
+            drafted_tok=self.drafted_tokens,
+            accepted_tok=self.accepted_tokens,
+            draft_us=self.draft_ns // 1000,
+            verify_us=self.verify_ns // 1000,
             tokenize_us=self.tokenize_ns // 1000,
             plan_us=plan_ns // 1000,
             prepare_us=prepare_ns // 1000,

@@ -33,6 +33,8 @@ NEUTRAL_KNOBS = frozenset(
         "batching", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefill_chunk_tokens",
         "policy", "priority_ageing_s", "max_num_queued", "batch_wait_ms", "preemption", "swap_space_gib",
         "overlap", "prefix_cache", "block_size", "kv_allocation", "kv_pool_gib", "kv_host_gib",
+        # How many tokens are verified together. Each is the one that would be chosen without.
+        "speculation", "spec_tokens", "spec_adaptive",
         # How text is handled, and what is measured.
         "batched_tokenize", "batched_detokenize", "result_cache", "forward_timing",
     }

@@ -28,7 +28,7 @@ from engine.models.loader import LoadedModel
 from engine.models.reading import Progress
 from engine.models.spec import ModelSpec
 from engine.plan import Arena, Copy
-from engine.sampling import Sampler
+from engine.speculation.verify import DraftSampler
 from engine.step import Prepared, StepOutput
 from engine.swap import CopyFailed, HostMemory
 from engine.timing import Part, PartTimer, Timer
@@ -95,7 +95,7 @@ class ModelRunner:
             maker = LinearMaker(store, measure=measure)
             self.decoder = Decoder(store, maker, max_len=max_model_len or loaded.spec.max_model_len)
         self._converter = Converter(self.decoder, maker, store, self._read_text)
-        self.sampler = Sampler(loaded.spec.vocab_size, loaded.eos_token_ids, device)
+        self.sampler = DraftSampler(loaded.spec.vocab_size, loaded.eos_token_ids, device)
         self._padded = loaded.padded_ids.to(device) if loaded.padded_ids.numel() else None
         self._max_len = max_model_len or loaded.spec.max_model_len
         self._calibration_ids = list(calibration_ids or ())[: self._max_len]
@@ -278,7 +278,7 @@ class ModelRunner:
             # All rows in order, as when only decoding, need no selection.
             every = len(batch.logit_tokens) == len(batch.ids)
             wanted = None if every else self._to_device(batch.logit_tokens)
-            traffic = self._traffic.step(batch.rows.num_new, batch.rows.num_computed, len(batch.sampled))
+            traffic = self._traffic.step(batch.rows.num_new, batch.rows.num_computed, len(batch.logit_tokens))
             kernels = self._kernels(self._linears.kernels[self._linears.index(len(batch.ids))])
             took = time.perf_counter() - started
         return Prepared(
@@ -296,8 +296,7 @@ class ModelRunner:
             raise RuntimeError("the KV pool was replaced since this step was prepared")
         if not batch.filled:
             raise RuntimeError("the step was not filled: call fill before compute")
-        count = prepared.num_entries
-        out = StepOutput([None] * count, [None] * count, [False] * count)
+        out = StepOutput.of(prepared.num_entries)
         with torch.inference_mode():
             copying, forward, until_sampling = (Timer(self.device) for _ in range(3))
             started = time.perf_counter()
@@ -331,7 +330,7 @@ class ModelRunner:
             prepared = self.prepare(plan.scheduled)
             prepared.fill()
             return self.compute(prepared, copies)
-        out = StepOutput([], [], [])
+        out = StepOutput.of(0)
         if copies:
             timer = Timer(self.device)
             with torch.inference_mode():
@@ -413,22 +412,44 @@ class ModelRunner:
     def _sample(self, logits: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -> None:
         if self._padded is not None:
             logits.index_fill_(1, self._padded, float("-inf"))
+        if any(batch.drafts):
+            self._verify(logits, batch, kv, out)
+            return
         sampled = self.sampler.sample(logits, batch.sampled_rows)
-        for row, i in enumerate(batch.sampled):
-            out.token_ids[i] = sampled.token_ids[row]
-            out.logprobs[i] = sampled.logprobs[row]
-            out.nonfinite[i] = sampled.nonfinite[row]
-            if sampled.nonfinite[row]:
+        for i, token, logprob in zip(batch.sampled, sampled.token_ids, sampled.logprobs, strict=True):
+            if token is not None:
+                out.token_ids[i], out.logprobs[i] = [token], [logprob]
+            else:
+                out.nonfinite[i] = True
+                kv.scrub(batch.blocks_of(i))
+
+    def _verify(self, logits: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -> None:
+        """Choose tokens where some requests have drafts."""
+        for i, verified in zip(
+            batch.sampled, self.sampler.verify(logits, batch.sampled_rows, batch.drafts), strict=True
+        ):
+            out.token_ids[i], out.logprobs[i] = verified.token_ids, verified.logprobs
+            out.accepted[i], out.nonfinite[i] = verified.accepted, verified.nonfinite
+            if verified.nonfinite or verified.nonfinite_beyond:
                 kv.scrub(batch.blocks_of(i))
 
     def _fail_nonfinite(self, finite: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -> None:
-        """Fail the requests of whose tokens one is not finite: finite [tokens]."""
+        """Fail the requests of whose tokens one that counts is not finite: finite [tokens].
+
+        A rejected draft's do not count; what they wrote is cleaned all the same.
+        """
+        rows = batch.rows
         bad = (~finite).nonzero().squeeze(1).cpu().numpy()
-        for row in np.unique(np.searchsorted(batch.rows.starts, bad, side="right") - 1).tolist():
+        # The first bad token of each row: if that one was drafted and rejected, so were those behind it.
+        at, first = np.unique(np.searchsorted(rows.starts, bad, side="right") - 1, return_index=True)
+        for row, token in zip(at.tolist(), bad[first].tolist(), strict=True):
             entry = batch.order[row]
             if not out.nonfinite[entry]:
                 kv.scrub(batch.blocks_of(entry))
-            out.token_ids[entry], out.logprobs[entry], out.nonfinite[entry] = None, None, True
+            rejected = batch.drafted[row] - out.accepted[entry]
+            if token < rows.starts[row] + rows.num_new[row] - rejected:
+                out.token_ids[entry], out.logprobs[entry] = [], []
+                out.accepted[entry], out.nonfinite[entry] = 0, True
 
     def _backend(self, name: str) -> AttentionBackend:
         reason = probe(name, self.spec, self.device, self.dtype)

@@ -8,13 +8,17 @@ are chosen: a request that was preempted is therefore ahead of everything that c
 A plan may be made while the step before it still computes: the token that a request is owed (`num_pending`)
 counts as known then. And it may be dropped: planning allocates, admits and preempts, but only `advance`, when
 a step is launched, marks tokens as computed.
+
+Drafts are no part of this. Blocks for them are lent from what nobody needs and taken back before the next
+plan, so they change nobody's turn and preempt nobody; and what was drafted counts as computed once it is
+known to hold (`keep_drafts`), so that nothing has to be undone where it does not.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from engine.admission import Grant, SchedulerKnobs
@@ -55,6 +59,7 @@ class Scheduler:
         self._release_slot = release_slot
         self._free_slots = list(range(MAX_SEQS))  # a heap, so that low slots are used first
         self._in_flight: dict[bytes, int] = {}  # key of a block that a running request will fill -> its rid
+        self._lent: dict[int, Request] = {}  # rid -> who was lent blocks for drafts since the last plan
         self._now_ns = 0  # of the last plan
         self._new_pool(num_blocks, block_size, 0, 0)
 
@@ -196,6 +201,8 @@ class Scheduler:
     def plan(self, now_ns: int) -> StepPlan:
         """Decide the next step. Allocates its blocks; `advance` must follow when it is launched."""
         self._now_ns = now_ns
+        if self._lent:
+            self._take_back()
         return Planner(self, now_ns).make()
 
     def find(self, request: Request) -> Match:
@@ -247,25 +254,39 @@ class Scheduler:
 
     def advance(self, plan: StepPlan) -> None:
         """Note that a plan is launched: tokens are held, and full blocks may be reused from now on."""
-        pool, keep, size, kv = self.pool, self.knobs.prefix_cache, self.pool.block_size, self.kv
-        windowed, turns = kv.window is not None, plan.turns
+        turns = plan.turns
         for scheduled in plan.scheduled:
-            request, count = scheduled.request, scheduled.num_new
-            start = request.num_computed
-            end = start + count
-            pool.write(request.block_table, start, end)
-            request.num_computed = end
-            request.computed_tokens += count
+            request = scheduled.request
+            request.computed_tokens += scheduled.num_new
             if scheduled.recompute:
                 request.recompute_tokens += scheduled.recompute
-            if end > request.high_water:
-                request.high_water = end
             if turns is not None:
                 request.served_ns = turns.get(request.rid, request.served_ns)
-            if keep and end // size > request.num_keyed:
-                self._keep_full_blocks(request)
-            if windowed and (first := kv.lead(start)) < kv.lead(end):
-                self._show_sharers(kv.release_outside(request, first), first)
+            self._mark(request, scheduled.num_new)
+
+    def lend(self, wanted: Sequence[tuple[Request, int]]) -> list[int]:
+        """Give running requests blocks for so many tokens, drafts included, as far as nobody misses them.
+
+        Returns how many tokens each one's blocks cover then. What was lent and is not in use by then is taken
+        back by the next plan; no step that is in flight may use it.
+        """
+        size, spare, covered = self.pool.block_size, -1, list[int]()
+        for request, num_tokens in wanted:
+            lacking = -(-num_tokens // size) - len(request.block_table)
+            if lacking > 0:
+                spare = self._spare_blocks() if spare < 0 else spare
+                count = min(lacking, spare)
+                spare -= count
+                request.block_table += self.pool.allocate(count, request.rid)
+                self._lent[request.rid] = request
+            covered.append(len(request.block_table) * size)
+        return covered
+
+    def keep_drafts(self, request: Request, drafted: int, accepted: int) -> None:
+        """The first ``accepted`` of ``drafted`` tokens hold, behind the computed ones in ``token_ids``."""
+        request.computed_tokens += drafted
+        if accepted:
+            self._mark(request, accepted)
 
     def take_copies(self) -> list[Copy]:
         """All copies ordered since the last call, in the order in which they must be made before a launch."""
@@ -302,6 +323,37 @@ class Scheduler:
         if not self.running and self._in_flight:
             raise LedgerError("nothing runs but blocks are announced")
 
+    def _mark(self, request: Request, count: int) -> None:
+        """Count the next ``count`` tokens of a request as held."""
+        kv, start = self.kv, request.num_computed
+        end = start + count
+        self.pool.write(request.block_table, start, end)
+        request.num_computed = end
+        if end > request.high_water:
+            request.high_water = end
+        if self.knobs.prefix_cache and end // self.pool.block_size > request.num_keyed:
+            self._keep_full_blocks(request)
+        if kv.window is not None and (first := kv.lead(start)) < kv.lead(end):
+            self._show_sharers(kv.release_outside(request, first), first)
+
+    def _spare_blocks(self) -> int:
+        """Blocks that are left when every running request has room for its tokens and one more."""
+        pool, size = self.pool, self.pool.block_size
+        needed = sum(
+            max(0, request.num_known // size + 1 - len(request.block_table)) for request in self.running
+        )
+        return max(0, pool.num_available - needed - pool.num_blocks // 100)
+
+    def _take_back(self) -> None:
+        """Free the blocks that were lent and hold no token that is known."""
+        size = self.pool.block_size
+        for request in self._lent.values():
+            used = -(-request.num_known // size)
+            if len(request.block_table) > used:
+                self.pool.release(request.block_table[used:])
+                del request.block_table[used:]
+        self._lent.clear()
+
     def _announce(self, request: Request) -> None:
         """Tell whoever waits which blocks this request is going to fill."""
         size = self.pool.block_size
@@ -322,6 +374,7 @@ class Scheduler:
             if self._in_flight.get(key) == request.rid:
                 del self._in_flight[key]
         self._show_sharers(self.kv.leave(request))
+        self._lent.pop(request.rid, None)
         heapq.heappush(self._free_slots, request.slot)
         self._release_slot(request.slot)
         request.slot = NO_SLOT
@@ -353,6 +406,7 @@ class Scheduler:
         )
         self.pool, self.cache = self.kv.pool, self.kv.cache
         self._in_flight.clear()
+        self._lent.clear()
 
 
 def _by_order(request: Request) -> tuple[int, int]:

@@ -17,17 +17,20 @@ from ipc.messages import TokenLogprob
 class StepOutput:
     """What a step produced, one entry for each scheduled request in the plan's order.
 
-    ``token_ids[i]`` is None where request i has tokens left to compute, or where its logits were not finite
+    ``token_ids[i]`` is empty where request i has tokens left to compute, or where its logits were not finite
     (then ``nonfinite[i]`` is true and the request must fail; the prefix cache must not keep its blocks).
+    Otherwise it holds the ``accepted[i]`` tokens of its draft that hold, and one of the model's own;
+    ``logprobs[i]`` are as many.
     The times are seconds: building and staging indices, copying ``copied_blocks`` blocks from and to host
     memory, the model's forward pass, and choosing tokens, the wait for the device included. Parts of the
     forward pass (see `engine.timing.Part`) are None unless they were asked for. Bytes and operations are
     modelled (`engine.traffic`); ``kernels`` names the implementations that this step ran.
     """
 
-    token_ids: list[int | None]
-    logprobs: list[TokenLogprob | None]
+    token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprob | None]]
     nonfinite: list[bool]
+    accepted: list[int]
     prepare_s: float = 0.0
     copy_s: float = 0.0
     forward_s: float = 0.0
@@ -40,6 +43,11 @@ class StepOutput:
     kv_bytes: int = 0
     flops: int = 0
     kernels: str = "none"
+
+    @classmethod
+    def of(cls, count: int) -> StepOutput:
+        """Of ``count`` requests that have got nothing yet."""
+        return cls([[] for _ in range(count)], [[] for _ in range(count)], [False] * count, [0] * count)
 
 
 @dataclass(slots=True)

@@ -398,6 +398,7 @@ class EngineState(_Struct, tag="state", frozen=True, kw_only=True):
     result_n: UInt = 0  # answers in the result cache
     result_bytes: UInt = 0
     result_hits: UInt = 0  # requests answered from it since start
+    speculation: Text = ""  # why no drafts are made though speculation is on, "" while they are
     ended: UInt = 0  # requests since start, whatever ended them
     prefill_tok: UInt = 0  # tokens computed since start, so that totals survive a gap in the step rows
     decode_tok: UInt = 0
@@ -432,14 +433,18 @@ class StepRow(_Struct, array_like=True, frozen=True, kw_only=True):
     other threads' work, which no step waits for: ``tokenize_us``, ``detokenize_us`` and ``send_us`` are what
     they did since the row before. ``overlap_us`` is the part of planning, preparing and publishing that
     was done while a forward pass ran, so it took nothing out of the engine.
+
+    A request with a draft brings up to one token more than its draft has, so tokens that came out are counted
+    apart (``output_tok``) from known ones that were computed (``decode_tok``) and from drafted ones.
     """
 
-    v: Annotated[int, Meta(ge=2, le=2)]
+    v: Annotated[int, Meta(ge=3, le=3)]
     step: UInt
     t_ns: Ns  # its start
     dur_us: UInt
     tokenize_us: UInt
     plan_us: UInt
+    draft_us: UInt  # looking for drafts
     prepare_us: UInt
     copy_us: UInt  # blocks copied to and from host memory
     forward_us: UInt
@@ -454,12 +459,19 @@ class StepRow(_Struct, array_like=True, frozen=True, kw_only=True):
     prefill_reqs: UInt
     decode_reqs: UInt
     prefill_tok: UInt
-    decode_tok: UInt
+    decode_tok: UInt  # newest tokens of answers that were computed, one for each such request
+    output_tok: UInt  # tokens that came out and that requests took, first tokens among them
     running: UInt
     waiting: UInt
     preempted: UInt  # in this step
     recompute_tok: UInt  # of prefill_tok, those computed once already
     recompute_us: UInt  # the share of forward_us that recompute_tok had by their number
+    draft_reqs: UInt  # requests with a draft
+    drafted_tok: UInt  # drafted tokens that were computed, no part of decode_tok
+    accepted_tok: UInt  # of them, those that the model agreed with
+    drafted_at: Annotated[list[UInt], Meta(max_length=16)]  # by place in the draft
+    accepted_at: Annotated[list[UInt], Meta(max_length=16)]
+    verify_us: UInt  # the share of forward_us that drafted_tok had by their number
     used_blk: UInt  # referenced by a live request
     cached_blk: UInt  # unreferenced, content kept for reuse
     free_blk: UInt
@@ -512,7 +524,7 @@ class RequestRow(_Struct, frozen=True, kw_only=True):
     swap_in_tok: UInt = 0  # tokens that came back from there instead of being computed again
     miss_reason: Annotated[str, Meta(max_length=64)] = ""
     # Where its time went. The first and the last two are its own; the others are what the engine spent on
-    # steps while it ran, whether or not a step had tokens of it.
+    # steps while it ran, whether or not a step had tokens of it; planning includes looking for drafts.
     tokenize_us: UInt = 0
     plan_us: UInt = 0
     prepare_us: UInt = 0
@@ -521,6 +533,11 @@ class RequestRow(_Struct, frozen=True, kw_only=True):
     sample_us: UInt = 0
     detokenize_us: UInt = 0
     send_us: UInt = 0
+    drafts_n: UInt = 0  # steps with a draft; each brought one token more than it had accepted
+    drafted_tok: UInt = 0
+    accepted_tok: UInt = 0
+    draft_us: UInt = 0  # its share, by drafted tokens, of making them and of the forward passes
+    verify_us: UInt = 0
     itl_us: Annotated[list[UInt], Meta(max_length=8192)] = []  # at the end only: gaps between tokens
     finish: Finish | None = None
     code: ErrorCode | None = None

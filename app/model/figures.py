@@ -14,6 +14,7 @@ from app.model.stages import stage_times
 from app.model.steps import StepWindow
 from ipc.messages import ApplyMode, DeviceInfo, KnobValue, Preempted, RequestRow
 
+NO_DRAFTS = "nothing was drafted in this window"
 # Above these shares of the measured peaks a step counts as bound by memory or compute; below, by neither.
 MEMORY_BOUND_SHARE, COMPUTE_BOUND_SHARE, OVERHEAD_SHARE = 0.60, 0.45, 0.30
 
@@ -40,8 +41,10 @@ class Kpis:
     tpot_p99_s: Figure
     queue_p50_s: Figure
     e2e_p50_s: Figure
-    decode_tok_s: Figure
+    output_tok_s: Figure  # tokens that came out; a step may bring a request several
     prefill_tok_s: Figure
+    draft_acceptance: Figure  # accepted of drafted tokens
+    draft_length: Figure  # tokens that a step with a draft brought a request
     finished_req_s: Figure
     error_share: Figure  # of the requests that ended, cancelled ones left out
     running: Figure
@@ -143,6 +146,12 @@ def ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 and math.isfinite(whole) else None
 
 
+def mean_length(window: StepWindow) -> float | None:
+    """Tokens that a draft's step brought on average, the model's own included; None without drafts."""
+    accepted = ratio(window.total("accepted_tok"), window.total("draft_reqs"))
+    return None if accepted is None else 1.0 + accepted
+
+
 def roofline(window: StepWindow, device: DeviceInfo | None) -> Roofline:
     """The verdict over the window's steps, by the shares named at the top of this file."""
     busy_s = window.total("step_s") if window.n else 0.0
@@ -225,6 +234,10 @@ def step_stats(window: StepWindow, span_s: float, device: DeviceInfo | None, blo
         "busy_share": ratio(window.total("step_s"), span_s),
         "prefill_tok": int(window.total("prefill_tok")),
         "decode_tok": int(window.total("decode_tok")),
+        "output_tok": int(window.total("output_tok")),
+        "drafted_tok": int(window.total("drafted_tok")),
+        "draft_acceptance": ratio(window.total("accepted_tok"), window.total("drafted_tok")),
+        "draft_length": mean_length(window),
         "recompute_tok": int(window.total("recompute_tok")),
         "recompute_share": ratio(window.total("recompute_s"), window.total("forward_s")),
         "preemptions": int(window.total("preempted")),

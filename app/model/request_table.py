@@ -10,7 +10,7 @@ from PySide6.QtCore import QAbstractTableModel, QModelIndex, QPersistentModelInd
 from app.i18n import N_, tr, tr_engine, tr_later
 from app.model.requests import Key
 from app.model.session import RequestView, SessionModel
-from app.units import NONE, count, seconds
+from app.units import NONE, count, percent, seconds
 from app.widgets.basic import plain_tip
 
 AnyIndex = QModelIndex | QPersistentModelIndex
@@ -108,6 +108,26 @@ def _cached_tip(_session: SessionModel, view: RequestView) -> str:
     return "\n".join(lines)
 
 
+def _drafts(view: RequestView) -> str:
+    row = view.row
+    if not row.drafts_n:
+        return NONE
+    return f"{percent(row.accepted_tok / row.drafted_tok)} · {1 + row.accepted_tok / row.drafts_n:.1f}"
+
+
+def _drafts_tip(_session: SessionModel, view: RequestView) -> str:
+    row = view.row
+    if not row.drafts_n:
+        return ""
+    return tr(
+        "{accepted} of {drafted} drafted tokens accepted in {n} steps with a draft; looking for them took "
+        "{draft}, verifying them {verify}."
+    ).format(
+        accepted=count(row.accepted_tok), drafted=count(row.drafted_tok), n=count(row.drafts_n),
+        draft=seconds(row.draft_us / 1e6), verify=seconds(row.verify_us / 1e6),
+    )  # fmt: skip
+
+
 def _state_tip(_session: SessionModel, view: RequestView) -> str:
     row = view.row
     if row.result_cached:
@@ -157,6 +177,16 @@ COLUMNS: tuple[Column, ...] = (
     ),
     Column(N_("TPOT"), N_("(last − first token) / (tokens − 1)."), lambda v: str(seconds(v.tpot_s))),
     Column(N_("Total"), N_("From arrival to the end."), lambda v: str(seconds(v.e2e_s))),
+    Column(
+        N_("Drafts"),
+        N_(
+            "Speculation: the share of drafted tokens that were accepted, and the tokens that a step with a "
+            "draft brought."
+        ),
+        _drafts,
+        width=84,
+        cell_tip=_drafts_tip,
+    ),
     Column(
         N_("Preempted"),
         N_("How often it lost its place, how often its blocks were swapped, and how long it waited."),

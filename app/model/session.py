@@ -12,7 +12,9 @@ from collections import deque
 
 import numpy as np
 
+from app.model.drafts import DraftBook, DraftFigures
 from app.model.figures import (
+    NO_DRAFTS,
     Figure,
     Gap,
     Kpis,
@@ -21,6 +23,7 @@ from app.model.figures import (
     Preemption,
     Roofline,
     SeatUse,
+    mean_length,
     patch_label,
     ratio,
     roofline,
@@ -96,6 +99,7 @@ class SessionModel:
         self.dropped_rows = 0
         self._book = RequestBook()
         self._seats = SeatBook()
+        self._drafts = DraftBook()
         self._configs: dict[int, dict[str, KnobValue]] = {}  # by revision, of the present engine
         self._steps = Ring(STEP_COLUMNS, 131_072)
         self._timeline = Timeline(history_s)
@@ -204,6 +208,7 @@ class SessionModel:
                 self._holes.open(self._last_step + 1, row.step - 1, self._last_end_s, t_s, self.now_s)
             self._last_step, self._last_end_s = row.step, t_s + row.dur_us * 1e-6
             new.append(values)
+            self._drafts.take(row, t_s)
         if rows:
             self.attention, self.kernels = rows[-1].attention, rows[-1].kernels
         if new:
@@ -250,8 +255,12 @@ class SessionModel:
             tpot_p99_s=latency(book.tpot, 99.0, no_tpot),
             queue_p50_s=latency(book.queue, 50.0, no_first),
             e2e_p50_s=latency(book.e2e, 50.0, no_end),
-            decode_tok_s=of_steps(steps.total("decode_tok") / self._span_s, ""),
+            output_tok_s=of_steps(steps.total("output_tok") / self._span_s, ""),
             prefill_tok_s=of_steps(steps.total("prefill_tok") / self._span_s, ""),
+            draft_acceptance=of_steps(
+                ratio(steps.total("accepted_tok"), steps.total("drafted_tok")), NO_DRAFTS
+            ),
+            draft_length=of_steps(mean_length(steps), NO_DRAFTS),
             finished_req_s=Figure(
                 float(ended.sum()) / self._span_s if ended.size else None,
                 int(ended.size),
@@ -308,6 +317,10 @@ class SessionModel:
     def request_stages(self) -> StageTimes:
         """Where the time of the requests went that ended well in the last ``window_s`` seconds."""
         return request_times(self._book.stages, self.now_s - self.window_s)
+
+    def drafts(self) -> DraftFigures | None:
+        """How drafts did in the last ``window_s`` seconds; None where there were none."""
+        return self._drafts.figures(self.now_s - self.window_s)
 
     def bars(self, t0_s: float, t1_s: float) -> Bars:
         """Who sat where and when, for the timeline of requests."""

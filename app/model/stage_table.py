@@ -82,7 +82,7 @@ STAGES: tuple[StageSpec, ...] = (
     StageSpec(
         "plan",
         N_("plan"),
-        N_("The scheduler decides who computes how many tokens, and finds their blocks."),
+        N_("The scheduler decides who computes how many tokens, finds their blocks, and drafts are sought."),
         "stage_plan",
     ),
     StageSpec(

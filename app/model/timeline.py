@@ -27,7 +27,7 @@ TIMELINE_COLUMNS = (
     "tpot_p50_s", "tpot_p95_s", "tpot_p99_s", "tpot_n",
     "itl_p50_s", "itl_p99_s", "itl_n",
     "queue_p50_s", "queue_n",
-    "prefill_tok_s", "decode_tok_s", "finished_req_s",
+    "prefill_tok_s", "output_tok_s", "finished_req_s",
     "running", "waiting", "preempted",
     "kv_used_share", "kv_cached_share", "kv_free_share",  # of all blocks; they add up to 1
     "kv_waste_share",  # of the tokens the used blocks could hold
@@ -156,7 +156,7 @@ class Timeline:
             "step_mean_s": busy_s / steps,
             "busy_share": min(1.0, busy_s / BIN_S),
             "prefill_tok_s": found["prefill_tok"] / BIN_S,
-            "decode_tok_s": found["decode_tok"] / BIN_S,
+            "output_tok_s": found["output_tok"] / BIN_S,
             "preempted": found["preempted"],
             "running": found["running"],
             "waiting": found["waiting"],
@@ -185,7 +185,7 @@ class Timeline:
         line.put(number, "cfg_rev", float(now.state.cfg_rev))
         if now.state.running:
             line.put(number, "prefill_tok_s", 0.0)
-            line.put(number, "decode_tok_s", 0.0)
+            line.put(number, "output_tok_s", 0.0)
             line.put(number, "busy_share", 0.0)
         for name in ("kv_used_share", "kv_cached_share", "kv_free_share"):
             line.put(number, name, line.get(number - 1, name))

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from PySide6.QtCore import QPoint, Qt, Slot
 from PySide6.QtWidgets import QApplication, QMenu
 
-from app.i18n import tr
+from app.i18n import tr, tr_engine
 from app.panels.view import ChartView, Follower
-from app.units import count, rate, seconds, span, tick
+from app.units import count, percent, rate, seconds, span, tick
 from app.widgets.chart_header import SeriesSpec
 from app.widgets.live_plot import LivePlot
 
@@ -121,7 +121,7 @@ class ThroughputChart(TimelineChart):
             SeriesSpec("prefill", tr("prompt"), "series_b", tr("Prompt tokens computed per second")),
         ]
         super().__init__(
-            view, tr("Throughput"), series, {"decode": "decode_tok_s", "prefill": "prefill_tok_s"},
+            view, tr("Throughput"), series, {"decode": "output_tok_s", "prefill": "prefill_tok_s"},
             format_tick=tick, format_value=lambda v: rate(v, "").value, unit="tok/s",
             minimum_top=10.0,
         )  # fmt: skip
@@ -137,6 +137,21 @@ class ThroughputChart(TimelineChart):
         running, waiting = kpis.running.value, kpis.waiting.value
         if running is None:
             return tr("no engine")
-        return tr("running {running} · waiting {waiting}").format(
+        text = tr("running {running} · waiting {waiting}").format(
             running=f"{running:.0f}", waiting=f"{waiting or 0:.0f}"
+        )
+        drafts = self._drafts()
+        return f"{drafts} · {text}" if drafts else text
+
+    def _drafts(self) -> str:
+        """How drafts do, or why there are none though speculation is on; "" where there is nothing to say."""
+        session = self.view.console.session
+        if session.state is not None and session.state.speculation:
+            return tr("no drafts: {why}").format(why=tr_engine(session.state.speculation))
+        kpis = session.kpis()
+        length = kpis.draft_length.value
+        if length is None:
+            return ""
+        return tr("drafts: {share} accepted, {length} tokens a step").format(
+            share=percent(kpis.draft_acceptance.value), length=f"{length:.1f}"
         )

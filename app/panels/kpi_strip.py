@@ -53,7 +53,7 @@ def _latency(figure: Figure, kept: float | None) -> Shown:
 
 
 def _output(kpis: Kpis, _console: Console) -> Shown:
-    figure = kpis.decode_tok_s
+    figure = kpis.output_tok_s
     prompt = tr("prompt {rate}").format(rate=rate(kpis.prefill_tok_s.value))
     return Shown(rate(figure.value), prompt if figure.value is not None else _none(figure))
 
@@ -146,7 +146,7 @@ TILES: tuple[TileSpec, ...] = (
             "Tokens generated per second of wall time over the trailing window; below it the prompt tokens "
             "computed per second."
         ),
-        "decode_tok_s",
+        "output_tok_s",
         _output,
     ),
     TileSpec(

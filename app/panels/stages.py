@@ -6,11 +6,12 @@ from PySide6.QtCore import QSize, Qt, Signal, Slot
 from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QAbstractItemView, QHeaderView, QTableView, QWidget
 
-from app.i18n import N_, tr, tr_later
+from app.i18n import N_, tr, tr_engine, tr_later
+from app.model.drafts import DraftFigures
 from app.model.knobs import KnobStatus
 from app.model.stage_table import ROW_HEIGHT, STAGES, WHOLE, StageTable
 from app.panels.view import ChartView, Follower
-from app.units import count, seconds, span, tick
+from app.units import count, percent, seconds, span, tick
 from app.widgets.basic import column, label, row, set_tip
 from app.widgets.chart_header import SeriesSpec
 from app.widgets.stack_plot import Layer, StackPlot
@@ -21,6 +22,13 @@ STACKED = N_(
     "exposed, what the engine waited for. Below it: hidden, what was done meanwhile, under a forward "
     "pass (overlap) or in the threads of text and sockets. The scale leaves out the longest steps, one in "
     "fifty; the crosshair reads them."
+)
+DRAFTS = N_(
+    "Speculation in this window. Accepted: of the drafted tokens, those that the model agreed with. Tokens a "
+    "step: what a step with a draft brought its request, the model's own token included. By place: of the "
+    "drafts that had a first, second, … token, those that had it accepted. Drafting and verifying: mean time "
+    "of a step with drafts; verifying is the share of the forward pass that drafted tokens had by their "
+    "number."
 )
 SPLIT_KNOB = "forward_timing"
 # Layers from the line outwards, and the column of the session's timeline that each shows.
@@ -107,8 +115,11 @@ class StagesPanel(QWidget):
                 ),
             )
         head = row(self.split, self.split_text, self.split_state, None, margins=(8, 3, 10, 0), spacing=7)
+        self.drafts = label("", "small", tr_later(DRAFTS), wrap=True)
+        self.drafts.setContentsMargins(8, 3, 10, 4)
+        self.drafts.hide()
         side = QWidget()
-        side.setLayout(column(head, self.table, spacing=0))
+        side.setLayout(column(head, self.table, self.drafts, spacing=0))
         side.setFixedWidth(sum(WIDTHS) + 14)
         self.setLayout(row(self.chart, side, spacing=0))
 
@@ -167,6 +178,17 @@ class StagesPanel(QWidget):
             steps=count(steps.n), requests=count(requests.n), window=span(session.window_s)
         )  # fmt: skip
         self.summary_changed.emit(shown if steps.n or requests.n else "")
+        self._show_drafts()
+
+    def _show_drafts(self) -> None:
+        """How drafts did, and why none are made though speculation is on; nothing where there are none."""
+        session = self._console.session
+        found, why = session.drafts(), session.state.speculation if session.state is not None else ""
+        lines = [_drafts_text(found)] if found is not None else []
+        if why:
+            lines.append(tr("no drafts: {why}").format(why=tr_engine(why)))
+        self.drafts.setText("\n".join(lines))
+        self.drafts.setVisible(bool(lines))
 
     @Slot()
     def _on_read(self) -> None:
@@ -191,3 +213,14 @@ class StagesPanel(QWidget):
         self._console.knobs.set({SPLIT_KNOB: self.split.isChecked()})
         self._seen = None
         self.refresh()
+
+
+def _drafts_text(drafts: DraftFigures) -> str:
+    return tr(
+        "Drafts: {share} accepted · {length} tokens a step · by place {places} · drafting {draft}, verifying "
+        "{verify} a step"
+    ).format(
+        share=percent(drafts.acceptance), length=f"{drafts.length:.1f}",
+        places=" ".join(str(percent(share)) for share in drafts.by_place),
+        draft=seconds(drafts.draft_s), verify=seconds(drafts.verify_s),
+    )  # fmt: skip

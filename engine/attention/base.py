@@ -17,6 +17,8 @@ from engine.models.spec import ModelSpec
 Ints = NDArray[np.int64]
 ToDevice = Callable[[Ints], Tensor]
 
+MAX_SHORT = 17  # new tokens of a row that still counts as short: one, and the longest draft behind it
+
 
 @dataclass(slots=True)
 class Rows:
@@ -24,8 +26,9 @@ class Rows:
 
     Row r computes ``num_new[r]`` tokens from position ``num_computed[r]`` on, which are the step's tokens
     [starts[r], starts[r] + num_new[r]). ``tables[r]`` lists its blocks, of which the first
-    ceil(length / block_size) count; leading ones that no layer attends to may be -1, no block at all. The
-    first ``num_single`` rows have one new token each and are sorted by their length, longest first.
+    ceil(length / block_size) count; leading ones that no layer attends to may be -1, no block at all.
+    Rows of up to `MAX_SHORT` new tokens come first, those of fewer before those of more, and rows of equally
+    many are sorted by their length, longest first. The first ``num_single`` rows have one new token each.
     """
 
     starts: Ints

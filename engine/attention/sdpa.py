@@ -1,10 +1,11 @@
 """Attention through ``torch.nn.functional.scaled_dot_product_attention`` over gathered blocks.
 
-Rows with one new token are served together: their blocks are gathered into one tensor, padded to the longest,
-and the query heads that share a KV head are folded into the query length, so that each key is read once and
-no key is repeated. Rows of very different lengths are split into buckets, for padding costs as much as real
-tokens do. Rows with several new tokens (prefill, chunks) run one by one; without earlier context they read
-their keys straight from the step's tensors.
+Short rows (one new token, or a few where drafts are verified) are served together with those of equally many.
+Their blocks are gathered into one tensor, padded to the longest. The query heads that share a KV head, and
+the new tokens, are folded into the query length, so that each key is read once and no key is repeated. Rows
+of very different lengths are split into buckets, for padding costs as much as real tokens do. Longer rows
+(prefill, chunks) run one by one; without earlier context they read their keys straight from the step's
+tensors.
 
 Products run in the pool's ``compute_dtype``. Quantized blocks are gathered as they are stored and widened to
 it, bucket by bucket, while they are still in a CPU's caches.
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import AttentionPlan, Ints, Rows, ToDevice
+from engine.attention.base import MAX_SHORT, AttentionPlan, Ints, Rows, ToDevice
 from engine.kv_cache import KVCache
 from engine.models.spec import ModelSpec
 
@@ -86,12 +87,13 @@ class _Scratch:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Single-token rows [first, last) of the step, whose keys are gathered to [rows, keys]."""
+    """Rows of ``new`` tokens each, tokens [first, last) of the step, their keys gathered to [rows, keys]."""
 
     first: int
     last: int
+    new: int
     gathered: _Gathered  # padded with each row's own last block
-    mask: Tensor  # [rows, 1, 1, keys], 0 or -inf
+    mask: Tensor  # [rows, 1, queries folded, keys], 0 or -inf; one query where all see the same
 
 
 @dataclass(slots=True)
@@ -107,7 +109,7 @@ class _Tile:
 
 @dataclass(slots=True)
 class _Chunk:
-    """A row with several new tokens [first, last) of the step."""
+    """A long row, the new tokens [first, last) of the step."""
 
     first: int
     last: int
@@ -128,9 +130,10 @@ class SdpaAttention:
 
     def plan(self, rows: Rows, kv: KVCache, spec: ModelSpec, to_device: ToDevice) -> AttentionPlan:
         place = partial(self._scratch.place, kv=kv)
+        group = spec.num_heads // spec.num_kv_heads
         per_window = {
             window: (
-                _plan_buckets(rows, kv, window, to_device, place),
+                _plan_buckets(rows, kv, group, window, to_device, place),
                 _plan_chunks(rows, kv, window, to_device, place),
             )
             for window in dict.fromkeys(spec.layer_windows)
@@ -155,18 +158,25 @@ class _SdpaPlan:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         buckets, chunks = self.parts[layer]
-        parts = [self._single(layer, q, bucket) for bucket in buckets]
+        parts = [self._together(layer, q, bucket) for bucket in buckets]
         for chunk in chunks:
             parts += self._several(layer, q, k, v, chunk)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _single(self, layer: int, q: Tensor, bucket: _Bucket) -> Tensor:
-        count = bucket.last - bucket.first
-        gathered = bucket.gathered
+    def _together(self, layer: int, q: Tensor, bucket: _Bucket) -> Tensor:
+        tokens, new, gathered = bucket.last - bucket.first, bucket.new, bucket.gathered
         gathered.fill(self.kv, self.k[layer], self.v[layer])
-        queries = q[bucket.first : bucket.last].view(count, self.kv_heads, self.group, self.head_dim)
-        out = F.scaled_dot_product_attention(queries, gathered.k, gathered.v, attn_mask=bucket.mask)
-        return out.reshape(count, -1)
+        queries = q[bucket.first : bucket.last]
+        if new == 1:
+            folded = queries.view(tokens, self.kv_heads, self.group, self.head_dim)
+            out = F.scaled_dot_product_attention(folded, gathered.k, gathered.v, attn_mask=bucket.mask)
+            return out.reshape(tokens, -1)
+        rows = tokens // new
+        by_head = queries.view(rows, new, self.kv_heads, self.group, self.head_dim).transpose(1, 2)
+        folded = by_head.reshape(rows, self.kv_heads, new * self.group, self.head_dim)
+        out = F.scaled_dot_product_attention(folded, gathered.k, gathered.v, attn_mask=bucket.mask)
+        by_token = out.view(rows, self.kv_heads, new, self.group, self.head_dim).transpose(1, 2)
+        return by_token.reshape(tokens, -1)
 
     def _several(self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _Chunk) -> list[Tensor]:
         if chunk.gathered is None:
@@ -193,33 +203,59 @@ class _SdpaPlan:
 
 
 def _plan_buckets(
-    rows: Rows, kv: KVCache, window: int | None, to_device: ToDevice, place: Place
+    rows: Rows, kv: KVCache, group: int, window: int | None, to_device: ToDevice, place: Place
 ) -> list[_Bucket]:
-    if rows.num_single == 0:
-        return []
-    size = rows.block_size
-    lengths = rows.lengths[: rows.num_single]
-    oldest = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
-    first_block, last_block = oldest // size, (lengths - 1) // size
-    counts = last_block - first_block + 1
     buckets = []
-    block_bytes = 2 * kv.k[0][:size].numel() * kv.compute_dtype.itemsize
+    block_bytes = 2 * kv.k[0][: rows.block_size].numel() * kv.compute_dtype.itemsize
     most = BUCKET_BYTES // block_bytes if kv.device.type == "cpu" else 1 << 60
-    for first, last in _split(counts, max(1, BUCKET_COST_TOKENS // size), most):
-        here = slice(first, last)
-        width = int(counts[here].max())
-        wanted = first_block[here, None] + np.arange(width)
-        blocks = np.take_along_axis(
-            rows.tables[here], np.minimum(wanted, last_block[here, None]), axis=1
-        ).ravel()
-        # The range of keys that count, relative to the first gathered one.
-        start = first_block[here] * size
-        bounds = to_device(np.stack((oldest[here] - start, lengths[here] - start)))
-        at = torch.arange(width * size, device=kv.device)
-        hidden = (at < bounds[0].unsqueeze(1)) | (at >= bounds[1].unsqueeze(1))
-        gathered = place(to_device(blocks), last - first)
-        buckets.append(_Bucket(first, last, gathered, _mask(hidden, kv.compute_dtype)[:, None, None]))
+    for begin, end in _short_ranges(rows):
+        new = int(rows.num_new[begin])
+        lengths, tables = rows.lengths[begin:end], rows.tables[begin:end]
+        oldest = _oldest_seen(lengths, new, window)
+        first_block, last_block = oldest // rows.block_size, (lengths - 1) // rows.block_size
+        counts = last_block - first_block + 1
+        for first, last in _split(counts, max(1, BUCKET_COST_TOKENS // rows.block_size), most):
+            here = slice(first, last)
+            width = int(counts[here].max())
+            wanted = first_block[here, None] + np.arange(width)
+            blocks = np.take_along_axis(
+                tables[here], np.minimum(wanted, last_block[here, None]), axis=1
+            ).ravel()
+            at = lengths[here] - first_block[here] * rows.block_size  # keys up to the last that counts
+            mask = _bucket_mask(to_device(at), new, group, width * rows.block_size, window, kv)
+            start = int(rows.starts[begin]) + first * new
+            gathered = place(to_device(blocks), last - first)
+            buckets.append(_Bucket(start, start + (last - first) * new, new, gathered, mask))
     return buckets
+
+
+def _short_ranges(rows: Rows) -> list[tuple[int, int]]:
+    """Ranges of rows of equally few new tokens."""
+    short = int(np.searchsorted(rows.num_new[rows.num_single :] > MAX_SHORT, True)) + rows.num_single
+    if short == rows.num_single:
+        return [(0, short)] if short else []
+    borders = np.flatnonzero(np.diff(rows.num_new[:short])) + 1
+    return list(zip([0, *borders.tolist()], [*borders.tolist(), short], strict=True))
+
+
+def _oldest_seen(lengths: Ints, new: int, window: int | None) -> Ints:
+    """The oldest position that the first new token of each row attends to."""
+    return np.zeros_like(lengths) if window is None else np.maximum(lengths - new + 1 - window, 0)
+
+
+def _bucket_mask(ends: Tensor, new: int, group: int, keys: int, window: int | None, kv: KVCache) -> Tensor:
+    """[rows, 1, queries, keys] for rows whose last new token sees the keys before ``ends`` [rows].
+
+    Queries are ``new`` tokens of ``group`` heads each; a single token's heads share one line.
+    """
+    at = torch.arange(keys, device=kv.device)
+    behind = torch.arange(new - 1, -1, -1, device=kv.device)
+    last = ends.view(-1, 1, 1) - 1 - behind.view(1, -1, 1)  # the position of each query itself
+    hidden = at > last
+    if window is not None:
+        hidden |= at <= last - window
+    mask = _mask(hidden, kv.compute_dtype)
+    return (mask if new == 1 else mask.repeat_interleave(group, dim=1)).unsqueeze(1)
 
 
 def _split(counts: Ints, cost: int, most: int) -> list[tuple[int, int]]:
@@ -245,7 +281,7 @@ def _plan_chunks(
     rows: Rows, kv: KVCache, window: int | None, to_device: ToDevice, place: Place
 ) -> list[_Chunk]:
     chunks = []
-    for r in range(rows.num_single, len(rows.num_new)):
+    for r in np.flatnonzero(rows.num_new > MAX_SHORT).tolist():
         start, new, computed = int(rows.starts[r]), int(rows.num_new[r]), int(rows.num_computed[r])
         gathered, dropped = None, 0  # keys before the window are not even gathered
         if computed:

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from engine.draw import MAX_ROUNDS
+from engine.speculation import MAX_DRAFT as MAX_DRAFT
 
 if TYPE_CHECKING:
     from engine.batch import RowRequest
-
-MAX_DRAFT = 16
-"""Most tokens that are drafted for one request in one step."""
 
 # Numbers of the random streams of a position (`engine.draw.uniform`). Choosing a token without a draft takes
 # those below MAX_ROUNDS; every other purpose has its own, as a draft, the decision about it and what replaces

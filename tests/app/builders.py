@@ -24,12 +24,16 @@ MODEL = ModelInfo(
 
 def step_row(step: int, t_s: float, **changes: Any) -> StepRow:
     values: dict[str, Any] = {
-        "v": 2, "step": step, "t_ns": round(t_s * S), "dur_us": 10_000, "tokenize_us": 0, "plan_us": 100,
+        "v": 3, "step": step, "t_ns": round(t_s * S), "dur_us": 10_000, "tokenize_us": 0, "plan_us": 100,
+        "draft_us": 0,
         "prepare_us": 200, "copy_us": 0, "forward_us": 9_000, "attention_us": None, "linear_us": None,
         "head_us": None, "sample_us": 300, "detokenize_us": 100, "send_us": 0, "publish_us": 50,
         "overlap_us": 0, "prefill_reqs": 0,
-        "decode_reqs": 4, "prefill_tok": 0, "decode_tok": 4, "running": 4, "waiting": 1, "preempted": 0,
+        "decode_reqs": 4, "prefill_tok": 0, "decode_tok": 4, "output_tok": changes.get("decode_tok", 4),
+        "running": 4, "waiting": 1, "preempted": 0,
         "recompute_tok": 0, "recompute_us": 0,
+        "draft_reqs": 0, "drafted_tok": 0, "accepted_tok": 0, "drafted_at": [], "accepted_at": [],
+        "verify_us": 0,
         "used_blk": 20, "cached_blk": 30, "free_blk": 50, "used_tok": 240,
         "host_blk": 0, "swapped_blk": 0, "copied_blk": 0, "query_tok": 0, "hit_tok": 0, "host_hit_tok": 0,
         "weight_bytes": 40_000_000, "kv_bytes": 10_000_000, "flops": 10_000_000,

@@ -70,6 +70,20 @@ def itl(kind: str | None = None, percent: float = 99) -> Figure:
     return Figure(f"p{percent:g} ITL{whose}", "ms", "lower", of)
 
 
+def tpot(kind: str | None = None) -> Figure:
+    """By each request's first and last token, as several may come at one instant."""
+
+    def of(outcome: Outcome) -> float | None:
+        values = [
+            (row.last_ns - row.first_ns) / (row.output_tok - 1) / 1e6
+            for row in _rows(outcome, kind)
+            if row.first_ns is not None and row.last_ns is not None and row.output_tok > 1
+        ]
+        return percentile(values, 50)
+
+    return Figure(f"p50 TPOT{f' of {kind}' if kind else ''}", "ms", "lower", of)
+
+
 def e2e(kind: str | None = None) -> Figure:
     def of(outcome: Outcome) -> float | None:
         values = [
@@ -140,8 +154,18 @@ def _decode_step_ms(outcome: Outcome) -> float | None:
 
 def _decode_tok_s(outcome: Outcome) -> float | None:
     """By the median step, so that one step that was held up does not decide."""
-    rates = [row.decode_tok / ms * 1e3 for row, ms in steady(outcome.steps) if ms > 0]
+    rates = [row.output_tok / ms * 1e3 for row, ms in steady(outcome.steps) if ms > 0]
     return statistics.median(rates) if rates else None
+
+
+def _draft_ratio(part: str, whole: str, plus: float = 0.0) -> Callable[[Outcome], float | None]:
+    """A sum over the step rows by another one; None where nothing was drafted."""
+
+    def of(outcome: Outcome) -> float | None:
+        by = sum(getattr(row, whole) for row in outcome.steps)
+        return plus + sum(getattr(row, part) for row in outcome.steps) / by if by else None
+
+    return of
 
 
 def _text_us(outcome: Outcome) -> float | None:
@@ -166,6 +190,10 @@ WEIGHTS_READ = Figure(
     "MiB",
     "lower",
     lambda outcome: max((row.weight_bytes / 2**20 for row in outcome.steps), default=None),
+)
+ACCEPTANCE = Figure("accepted of drafted", "", "higher", _draft_ratio("accepted_tok", "drafted_tok"))
+DRAFT_LENGTH = Figure(
+    "a step with a draft", "tok", "higher", _draft_ratio("accepted_tok", "draft_reqs", plus=1.0)
 )
 TEXT_US = Figure("text and sending", "us/tok", "lower", _text_us)
 MESSAGES = Figure("messages", "a token", "lower", _messages)

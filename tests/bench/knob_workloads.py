@@ -125,6 +125,20 @@ def repeated_prompts(draw: Draw) -> Waves:
     ]
 
 
+def copied_texts(draw: Draw) -> Waves:
+    """One after the other, four texts that stand there twice already and are copied once more."""
+    waves = []
+    for _ in range(4):
+        text = draw.text(360)
+        waves.append([Send(prompt=text * 2 + text[:40], out=48)])
+    return waves
+
+
+def free_prose(draw: Draw) -> Waves:
+    """One after the other, four texts that are gone on with freely."""
+    return [[Send(prompt=draw.text(360), out=64)] for _ in range(4)]
+
+
 def long_streams(draw: Draw) -> Waves:
     """16 requests that decode for long and end at different times; for a load that goes on and on."""
     return [[Send(prompt=draw.ids(32), out=draw.random.randrange(96, 161)) for _ in range(16)]]

@@ -33,7 +33,15 @@ SETUP = Setup(vocab_size=49_152, max_model_len=8192, kv_bytes_per_token=23_040)
 def step(number: int, **values: object) -> m.StepRow:
     """A step row of zeros but for the values given."""
     fields: dict[str, object] = dict.fromkeys(m.StepRow.__struct_fields__, 0)
-    fields |= {"v": 2, "step": number, "attention": "sdpa", "kernels": ""}
+    fields |= {
+        "v": 3,
+        "step": number,
+        "drafted_at": [],
+        "accepted_at": [],
+        "attention": "sdpa",
+        "kernels": "",
+    }
+    fields["output_tok"] = values.get("decode_tok", 0)
     return m.StepRow(**(fields | values))  # type: ignore[arg-type]
 
 

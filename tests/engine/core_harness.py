@@ -18,6 +18,7 @@ from engine.knob_store import KnobStore
 from engine.loop import BlockView, EngineCore, Event
 from engine.models.loader import LoadedModel, load_model
 from engine.request import Request
+from engine.speculation.base import Drafter
 from ipc import codec
 from ipc.messages import (
     ApplyEvent,
@@ -114,8 +115,10 @@ class Engine:
         clock_ns: Callable[[], int] | None = None,
         max_model_len: int | None = None,
         stall_after_s: float = 3.0,
+        drafter: Drafter | None = None,
         **knobs: KnobValue,
     ) -> None:
+        """``drafter`` takes the place of the one that ``speculation=ngram`` makes."""
         self.heard = Heard()
         self.loaded = loaded
         config = EngineConfig(
@@ -128,6 +131,11 @@ class Engine:
         )
         clock: dict[str, Any] = {} if clock_ns is None else {"clock_ns": clock_ns}
         self.core = EngineCore(loaded, config, KnobStore(KnobContext(), knobs), self.heard.sink, **clock)
+        if drafter is not None:
+            speculator, values = self.core.speculator, self.core.knobs.values
+            speculator.makers["ngram"] = lambda: drafter
+            speculator.configure({**values, "speculation": "off"})
+            speculator.configure(values)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling | None = None, **options: Any) -> int:
         rid = self.core.new_rid()

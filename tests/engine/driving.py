@@ -77,10 +77,9 @@ class Driver:
             while len(request.block_table) < needed:
                 request.block_table.append(self.free.pop())
         out = self.runner.execute(StepPlan(scheduled=[ScheduledRequest(r, new) for r, new in rows]))
-        for (request, new), token in zip(rows, out.token_ids, strict=True):
+        for (request, new), ids in zip(rows, out.token_ids, strict=True):
             request.num_computed += new
-            if token is not None:
-                request.token_ids.append(token)
+            request.token_ids += ids
         return out
 
     def preempt(self, request: Request) -> None:

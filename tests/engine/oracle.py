@@ -15,6 +15,7 @@ from engine.models.loader import LoadedModel
 from tests import demo_model as demo_files
 from tests import tiny_models
 from tests.engine.core_harness import load, tiny_folder
+from tests.engine.speculation.told import Told
 
 NEAR_TIE = 2e-4
 NEW_TOKENS = 24
@@ -63,6 +64,12 @@ def tiny_prompts(seed: int) -> list[list[int]]:
     rng = random.Random(seed)
     draw = [[rng.randrange(4, 300) for _ in range(n)] for n in (40, 9, 16, 1, 100)]
     return [draw[0] + draw[1], draw[0] + [17], draw[2], draw[3], draw[4]]
+
+
+def told(expected: Expected) -> Told:
+    """A drafter that is right about two tokens of three, and wrong about what nobody told it."""
+    answers = [prompt + ids for prompt, ids in zip(expected.prompts, expected.ids, strict=True)]
+    return Told(answers, expected.loaded.spec.vocab_size, mistakes=0.3, silent=0.1)
 
 
 @functools.cache

@@ -40,6 +40,7 @@ from ipc.messages import (
 
 SWAP_SPACE: dict[str, KnobValue] = {"swap_space_gib": 0.001}  # 1 GiB of tiny blocks is four million to check
 FIRST_RID = 4 << 50  # no time, token or size is as great: a container that holds one is keyed by request
+LAST_RID = FIRST_RID + (1 << 32)  # masks of bits are greater
 STEP_NS = 10_000_000
 LEVELS = 5  # priorities 0 to 4
 FLIPS: dict[str, tuple[KnobValue, ...]] = {
@@ -62,6 +63,9 @@ FLIPS: dict[str, tuple[KnobValue, ...]] = {
     "kv_host_gib": (0.0, 0.001),
     "sliding_window": (0, 12),
     "attention": ("naive", "sdpa"),
+    "speculation": ("off", "ngram", "ngram"),
+    "spec_tokens": (2, 16),
+    "spec_adaptive": (True, False),
     "batched_tokenize": (False, True),
     "batched_detokenize": (False, True),
     "result_cache": (False, True),
@@ -153,6 +157,8 @@ class Soak:
         else:
             prompt = pick.choice(self._prefixes) if pick.random() < 0.5 else []
             prompt = prompt + self._ids(pick.randint(0 if prompt else 1, 12))
+            if pick.random() < 0.3:  # something that drafts are found for
+                prompt = prompt + self._ids(pick.randint(1, 3)) * 4
         rid = self.core.new_rid()
         request = Request(
             rid,
@@ -239,6 +245,8 @@ class Soak:
                         self.counts["hit tokens"] += event.hit_tok
                         self.counts["host hit tokens"] += event.host_hit_tok
                         self.counts["overlap us"] += event.overlap_us
+                        self.counts["drafted tokens"] += event.drafted_tok
+                        self.counts["accepted tokens"] += event.accepted_tok
                     case _:
                         self.counts["other events"] += 1
 
@@ -361,7 +369,7 @@ def keyed_by_request(root: object) -> Iterator[tuple[str, int]]:
         if isinstance(thing, dict | list | set | tuple | deque | frozenset):
             inside: Iterable[object] = [*thing, *thing.values()] if isinstance(thing, dict) else list(thing)
             for item in inside:
-                if type(item) is int and item >= FIRST_RID:
+                if type(item) is int and FIRST_RID <= item <= LAST_RID:
                     yield where, item
                     break
             todo += [(where, item) for item in inside if type(item) is not int]

@@ -6,9 +6,11 @@ import random
 
 import pytest
 
+from engine.attention.base import MAX_SHORT
 from engine.batch import Batch, BatchBuilder
 from engine.plan import ScheduledRequest
 from engine.request import NO_BLOCK, Request
+from engine.speculation.base import MAX_DRAFT, NO_DRAFT, Draft
 from ipc.messages import Sampling
 
 
@@ -16,19 +18,24 @@ def expected(scheduled: list[ScheduledRequest], batch: Batch, size: int) -> None
     """Check every token of the batch against the request it belongs to."""
     starts = batch.rows.starts.tolist()
     order = sorted(range(len(scheduled)), key=lambda i: starts[order_of(i, scheduled, batch)])
-    at = 0
+    at, logits = 0, list[int]()
     for i in order:
         request, new = scheduled[i].request, scheduled[i].num_new
-        for position in range(request.num_computed, request.num_computed + new):
-            assert batch.ids[at] == request.token_ids[position]
+        draft = scheduled[i].draft.token_ids
+        first = at
+        for position in range(request.num_computed, request.num_computed + new + len(draft)):
+            assert batch.ids[at] == (request.token_ids + draft)[position]
             assert batch.positions[at] == position
             assert batch.slots[at] == request.block_table[position // size] * size + position % size
             at += 1
         last = request.num_computed + new == request.num_tokens
         assert (i in batch.sampled) == last
         if last:
-            assert batch.logit_tokens[batch.sampled.index(i)] == at - 1
+            assert batch.drafts[batch.sampled.index(i)] is scheduled[i].draft
+            logits += range(first + new - 1, at)
     assert at == len(batch.ids)
+    assert batch.logit_tokens.tolist() == logits
+    assert batch.drafted.tolist() == [len(scheduled[i].draft) for i in batch.order]
 
 
 def order_of(i: int, scheduled: list[ScheduledRequest], batch: Batch) -> int:
@@ -40,7 +47,7 @@ def order_of(i: int, scheduled: list[ScheduledRequest], batch: Batch) -> int:
 
 
 def test_indices_through_growth_preemption_and_changing_hands() -> None:
-    """Requests grow, lose their blocks, swap slots and leave; every step's arrays are right."""
+    """Requests grow, lose their blocks, swap slots and leave, some with drafts; all arrays are right."""
     rng = random.Random(1)
     for size in (1, 4, 16):
         free = list(range(600))
@@ -63,13 +70,19 @@ def test_indices_through_growth_preemption_and_changing_hands() -> None:
             rows = []
             for request in rng.sample(requests, rng.randint(1, len(requests))):
                 new = rng.randint(1, request.num_tokens - request.num_computed)
-                while len(request.block_table) * size < request.num_computed + new:
+                draft = NO_DRAFT
+                if request.num_computed + new == request.num_tokens and rng.random() < 0.5:
+                    draft = Draft([rng.randrange(1000) for _ in range(rng.randint(1, MAX_DRAFT))])
+                while len(request.block_table) * size < request.num_computed + new + len(draft):
                     request.block_table.append(free.pop(rng.randrange(len(free))))
-                rows.append(ScheduledRequest(request, new))
+                rows.append(ScheduledRequest(request, new, draft=draft))
             batch = builder.build(rows)
             expected(rows, batch, size)
             singles = batch.rows.lengths[: batch.rows.num_single].tolist()
             assert singles == sorted(singles, reverse=True)
+            shapes = list(zip(batch.rows.num_new.tolist(), (-batch.rows.lengths).tolist(), strict=True))
+            short = [shape for shape in shapes if shape[0] <= MAX_SHORT]
+            assert shapes[: len(short)] == sorted(short)
             for row in rows:
                 request = row.request
                 request.num_computed += row.num_new
@@ -125,3 +138,19 @@ def test_only_blocks_outside_the_window_may_be_given_up(window: int | None, gone
         else:
             with pytest.raises(ValueError, match=rf"its block {gone} was given up"):
                 builder.build(row)
+
+
+def test_a_draft_follows_a_known_newest_token_in_blocks_of_its_own() -> None:
+    builder = BatchBuilder(4, 20)
+    request = Request(1, [11, 12, 13, 14, 15], Sampling())
+    request.slot, request.block_table, request.num_computed = 0, [7, 3], 4
+    with pytest.raises(ValueError, match="tokens up to 9 planned, drafts included, but it has 2 blocks of 4"):
+        builder.build([ScheduledRequest(request, 1, draft=Draft([1, 2, 3, 4]))])
+    batch = builder.build([ScheduledRequest(request, 1, draft=Draft([1, 2, 3]))])
+    assert batch.slots.tolist() == [12, 13, 14, 15]
+    assert batch.logit_tokens.tolist() == [0, 1, 2, 3]
+    request.num_pending = 1
+    for computed in (3, 4, 5):
+        request.num_computed = computed
+        with pytest.raises(ValueError, match="1 tokens are drafted behind a token that is not computed"):
+            builder.build([ScheduledRequest(request, 1, draft=Draft([1]))])

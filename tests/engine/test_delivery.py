@@ -168,6 +168,7 @@ class Stepper:
             tokenizer(),
             self.sink,
             on_stop=self.stopped.append,
+            on_end=lambda _: None,
             results=self.results,
             meters=self.meters,
             stages=self.stages,
@@ -210,8 +211,7 @@ class Stepper:
         self.is_late = False
 
     def compute(self, plan: StepPlan) -> StepOutput:
-        count = len(plan.scheduled)
-        out = StepOutput([None] * count, [None] * count, [False] * count)
+        out = StepOutput.of(len(plan.scheduled))
         for index, scheduled in enumerate(plan.scheduled):
             request = scheduled.request
             if request.num_computed < request.num_tokens:
@@ -221,9 +221,9 @@ class Stepper:
             if token == NO_TOKEN:
                 out.nonfinite[index] = True
                 continue
-            out.token_ids[index] = token
+            out.token_ids[index], out.logprobs[index] = [token], [None]
             if case.sampling.logprobs is not None:
-                out.logprobs[index] = logprob_of(token, request.num_output + 1)
+                out.logprobs[index] = [logprob_of(token, request.num_output + 1)]
         return out
 
     def run(self, lags: Sequence[bool] = ()) -> None:
@@ -537,12 +537,12 @@ def test_a_failed_engine_ends_each_stream_after_its_tokens(model: LoadedModel, m
     accept = core.answers.accept
     calls = 0
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any) -> int:
         nonlocal calls
         calls += 1
         if calls == 12:
             raise KeyError("a fault of the engine")
-        accept(*args)
+        return accept(*args)
 
     monkeypatch.setattr(core.answers, "accept", fail)
     with pytest.raises(KeyError):

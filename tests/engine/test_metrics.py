@@ -18,12 +18,13 @@ def row(clock: StepClock, *, before_ns: int = 0, out: StepOutput | None = None) 
         1,
         clock,
         StepPlan(),
-        out or StepOutput([], [], []),
+        out or StepOutput.of(0),
         scheduler,
         text_us=(1, 2, 3),
         recompute_ns=4_000,
         publish_ns=5_999,
         before_ns=before_ns,
+        output_tokens=6,
         attention="sdpa",
         cfg_rev=7,
     )
@@ -41,7 +42,7 @@ def test_a_step_lasts_from_its_begin_or_from_the_end_of_the_one_before() -> None
 
 
 def test_parts_of_the_forward_pass_are_none_unless_they_were_taken() -> None:
-    out = StepOutput([], [], [], forward_s=0.003, copy_s=0.001, copied_blocks=9)
+    out = StepOutput([], [], [], [], forward_s=0.003, copy_s=0.001, copied_blocks=9)
     plain = row(StepClock(), out=out)
     assert (plain.attention_us, plain.linear_us, plain.head_us) == (None, None, None)
     assert (plain.forward_us, plain.copy_us, plain.copied_blk) == (3000, 1000, 9)

@@ -17,7 +17,7 @@ import pytest
 from engine.knobs import KNOBS
 from ipc.messages import KnobValue, Sampling
 from tests.engine.core_harness import Engine
-from tests.engine.oracle import MODELS, NEW_TOKENS, Expected, demo, tiny
+from tests.engine.oracle import MODELS, NEW_TOKENS, Expected, demo, tiny, told
 
 # --- combinations --------------------------------------------------------------------------------
 
@@ -37,6 +37,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "batch_wait_ms": (0.0, 3.0),
     "policy": ("fcfs", "priority"),
     "overlap": (False, True),
+    "speculation": ("off", "fixed", "adaptive"),
     "batched_detokenize": (False, True),
     "result_cache": (False, True),
     "disturb": ("nothing", "cancels", "stop strings"),
@@ -81,6 +82,9 @@ def engine_for(expected: Expected, row: dict[str, Any], **knobs: Any) -> Engine:
         swap_space_gib=0.002,
         batched_detokenize=row["batched_detokenize"],
         result_cache=row["result_cache"],
+        drafter=told(expected),
+        speculation="off" if row["speculation"] == "off" else "ngram",
+        spec_adaptive=row["speculation"] == "adaptive",
         **{name: row[name] for name in plain},
         **knobs,
     )
@@ -121,7 +125,16 @@ def happened(engine: Engine, row: dict[str, Any], last: Sequence[int], others: S
     if computed_twice and row["host"] and row["block_size"] < 128:
         assert sum(step.host_hit_tok for step in steps) > 0
         assert sum(end.host_hit_tok for end in ends) == sum(step.host_hit_tok for step in steps)
-    if row["overlap"]:
+    if row["speculation"] == "fixed":
+        drafted, accepted = (
+            sum(getattr(step, f"{kind}_tok") for step in steps) for kind in ("drafted", "accepted")
+        )
+        assert 0 < accepted < drafted
+    elif row["speculation"] == "off":
+        assert {(step.draft_us, step.drafted_tok) for step in steps} == {(0, 0)}
+    if row["overlap"] and row["speculation"] != "off":
+        assert all(step.overlap_us <= step.publish_us + 3 for step in steps if step.drafted_tok)
+    elif row["overlap"]:
         assert sum(step.overlap_us for step in steps) > 0
     else:
         assert {step.overlap_us for step in steps} == {0}
@@ -177,7 +190,7 @@ def test_rows_are_there_that_must_show_what_a_feature_does() -> None:
 PLAIN: dict[str, Any] = {
     "attention": "sdpa", "chunk": 64, "block_size": 16, "cache": "cold", "host": False, "together": True,
     "preempt": "no", "preemption": "recompute", "stream": True, "kv_allocation": "paged",
-    "batching": "continuous", "batch_wait_ms": 0.0, "policy": "fcfs", "overlap": False,
+    "batching": "continuous", "batch_wait_ms": 0.0, "policy": "fcfs", "overlap": False, "speculation": "off",
     "batched_detokenize": False, "result_cache": False, "disturb": "nothing",
 }  # fmt: skip
 
@@ -186,8 +199,8 @@ PLAIN: dict[str, Any] = {
 @pytest.mark.parametrize("changes", [
     {}, {"attention": "naive", "block_size": 1, "chunk": 7}, {"preempt": "for blocks", "cache": "warm"},
     {"kv_allocation": "contiguous", "batching": "static", "block_size": 128, "chunk": None},
-    {"preempt": "thrice each", "preemption": "swap", "overlap": True},
-], ids=["plain", "naive", "preempted", "static", "swapped"])  # fmt: skip
+    {"preempt": "thrice each", "preemption": "swap", "overlap": True}, {"speculation": "fixed"},
+], ids=["plain", "naive", "preempted", "static", "swapped", "speculating"])  # fmt: skip
 def test_demo_model(changes: dict[str, Any]) -> None:
     """The same on the demo model, whose head count is odd and whose head is tied."""
     combination(demo(), PLAIN | changes)
@@ -211,6 +224,9 @@ FLIPS: list[tuple[str, KnobValue, KnobValue]] = [
     ("kv_pool_gib", 0.0, 0.0001),
     ("kv_host_gib", 0.0, 0.001),
     ("attention", "sdpa", "naive"),
+    ("speculation", "off", "ngram"),
+    ("spec_tokens", 4, 1),
+    ("spec_adaptive", False, True),
     ("policy", "fcfs", "priority"),
     ("priority_ageing_s", 2.0, 0.01),
     ("max_num_queued", 4096, 100),
@@ -223,6 +239,9 @@ BESIDE: dict[str, dict[str, KnobValue]] = {
     "batch_wait_ms": {"batching": "static"},
     "swap_space_gib": {"preemption": "swap"},
     "kv_host_gib": {"kv_pool_gib": 0.00006},  # so few blocks that prefixes are evicted
+    "speculation": {"spec_adaptive": False},
+    "spec_tokens": {"speculation": "ngram", "spec_adaptive": False},
+    "spec_adaptive": {"speculation": "ngram"},
 }
 
 
@@ -230,6 +249,10 @@ EFFECTS: dict[str, Callable[[Engine], set[bool]]] = {
     "preemption": lambda engine: {event.mode == "swap" for event in engine.heard.preemptions},
     "overlap": lambda engine: {step.overlap_us > 0 for step in engine.heard.steps},
     "kv_host_gib": lambda engine: {step.host_blk > 0 for step in engine.heard.steps},
+    "speculation": lambda engine: {step.accepted_tok > 0 for step in engine.heard.steps},
+    "spec_tokens": lambda engine: {
+        len(step.drafted_at) > 1 for step in engine.heard.steps if step.draft_reqs
+    },
     "forward_timing": lambda engine: {step.attention_us is not None for step in engine.heard.steps},
 }
 """Flips whose effect shows in what is told of the run: both ways of it must be there."""
@@ -251,7 +274,7 @@ def test_flipped_while_running(architecture: str, knob: str, first: KnobValue, s
     stop strings, and a running request is preempted now and then."""
     expected = tiny(architecture)
     knobs: dict[str, Any] = {"prefill_chunk_tokens": 16, **BESIDE.get(knob, {}), knob: first}
-    engine = Engine(expected.loaded, **knobs)
+    engine = Engine(expected.loaded, drafter=told(expected), **knobs)
     core, rng = engine.core, random.Random(knob)
     sampling = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
     rids = [engine.submit(prompt, sampling) for prompt in expected.prompts]

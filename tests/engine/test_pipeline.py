@@ -19,7 +19,7 @@ from engine.runner import CopyFailed, StepOutput
 from ipc import codec
 from ipc.messages import KnobValue, Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
-from tests.engine.oracle import NEW_TOKENS, tiny
+from tests.engine.oracle import NEW_TOKENS, tiny, told
 
 GREEDY = Sampling(max_tokens=12, ignore_eos=True)
 
@@ -503,7 +503,9 @@ RANDOM_FLIPS: list[dict[str, KnobValue]] = [
     {"policy": "fcfs"}, {"prefill_chunk_tokens": 5}, {"prefill_chunk_tokens": 512}, {"max_num_seqs": 2},
     {"max_num_seqs": 64}, {"attention": "naive"}, {"attention": "sdpa"}, {"batched_detokenize": True},
     {"batched_detokenize": False}, {"result_cache": True}, {"result_cache": False},
-    {"forward_timing": True}, {"max_num_batched_tokens": 11}, {"max_num_batched_tokens": 2048},
+    {"speculation": "ngram", "spec_adaptive": False}, {"speculation": "off"}, {"spec_adaptive": True},
+    {"spec_tokens": 1}, {"spec_tokens": 9}, {"forward_timing": True}, {"max_num_batched_tokens": 11},
+    {"max_num_batched_tokens": 2048},
 ]  # fmt: skip
 
 
@@ -523,8 +525,16 @@ def test_anything_may_happen_at_any_time(seed: int, faulty: bool, monkeypatch: p
     """A08, A11: requests, cancels, flips, forced preemptions and, in half of the runs, rows that are not
     finite, steps and copies that fail. Each request ends once, with the oracle's ids as far as it came; the
     ledger holds after every step and nothing is left."""
-    expected, rng = tiny("llama"), random.Random(seed)
-    engine = Engine(expected.loaded, pool_tokens=320, overlap=seed % 2 == 0, swap_space_gib=0.001)
+    expected, rng, speculates = tiny("llama"), random.Random(seed), seed // 2 % 2 == 1
+    engine = Engine(
+        expected.loaded,
+        pool_tokens=320,
+        overlap=seed % 2 == 0,
+        swap_space_gib=0.001,
+        drafter=told(expected),
+        speculation="ngram" if speculates else "off",
+        spec_adaptive=False,
+    )
     core, faults = engine.core, Faults(engine, monkeypatch)
     sent: dict[int, tuple[int, Sampling]] = {}
     cancelled: set[int] = set()
@@ -589,6 +599,7 @@ def test_anything_may_happen_at_any_time(seed: int, faulty: bool, monkeypatch: p
     assert ("error" in finishes) == faulty
     assert {apply.result for apply in engine.heard.applies} == {"ok"}
     assert any(step.overlap_us for step in engine.heard.steps)
+    assert not speculates or any(step.accepted_tok for step in engine.heard.steps)
     assert engine.heard.preemptions
     core.scheduler.check()
     assert core.scheduler.pool.num_used == core.scheduler.swap_blocks_used == 0

@@ -104,7 +104,7 @@ def _much_happened(load: Soak) -> None:
             assert all(counts[f"{knob}={value}"] for value in values), f"{knob} was not given every value"
     for what in ("ended, stop", "ended, length", "ended, cancelled", "refused", "hit tokens"):
         assert counts[what] > 20, f"{what}: {counts[what]}"
-    for what in ("host hit tokens", "overlap us", "result cached"):
+    for what in ("host hit tokens", "overlap us", "result cached", "drafted tokens", "accepted tokens"):
         assert counts[what], f"{what}: none"
     for reason, mode in (("blocks", "recompute"), ("blocks", "swap"), ("priority", "recompute"),
                          ("priority", "swap"), ("rebuild", "recompute")):  # fmt: skip

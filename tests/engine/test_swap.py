@@ -251,8 +251,7 @@ def step(driver: Driver, request: Request, new: int, copy: Copy) -> None:
     out = driver.runner.execute(StepPlan(scheduled=[ScheduledRequest(request, new)]), [copy])
     assert out.copied_blocks == len(copy.blocks)
     request.num_computed += new
-    if out.token_ids[0] is not None:
-        request.token_ids.append(out.token_ids[0])
+    request.token_ids += out.token_ids[0]
 
 
 @pytest.mark.parametrize("lane", ["inline", "slow thread", "late", "late, without the fence"])

@@ -10,7 +10,8 @@ from ipc import messages as m
 def step_row(step: int, **changes: Any) -> m.StepRow:
     """A step row whose counts are all different, so that swapped columns show."""
     values: dict[str, Any] = {name: 100 + n for n, name in enumerate(m.StepRow.__struct_fields__)}
-    values |= {"v": 2, "step": step, "attention": "sdpa", "kernels": "linear=fp32"}
+    values |= {"v": 3, "step": step, "attention": "sdpa", "kernels": "linear=fp32"}
+    values |= {"drafted_at": [9, 8], "accepted_at": [7, 6]}
     return m.StepRow(**{**values, **changes})
 
 
@@ -43,7 +44,7 @@ def state(**changes: Any) -> m.EngineState:
 
 
 COMMANDS: list[m.Command] = [
-    m.Hello(id=1, proto_min=1, proto_max=2, client="test", version="1", pid=12),
+    m.Hello(id=1, proto_min=1, proto_max=3, client="test", version="1", pid=12),
     m.Ping(id=2),
     m.Snapshot(id=3),
     m.CfgGet(id=4),

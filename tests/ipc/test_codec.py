@@ -43,15 +43,17 @@ def test_every_topic_has_messages_and_none_begins_another() -> None:
 def test_step_rows_keep_their_order_on_the_wire() -> None:
     """Positional rows decode silently when fields are swapped, so their order is frozen here."""
     golden = (
-        "v step t_ns dur_us tokenize_us plan_us prepare_us copy_us forward_us attention_us linear_us head_us "
-        "sample_us detokenize_us send_us publish_us overlap_us prefill_reqs decode_reqs prefill_tok "
-        "decode_tok running waiting preempted recompute_tok recompute_us used_blk cached_blk free_blk "
-        "used_tok host_blk swapped_blk copied_blk query_tok hit_tok host_hit_tok weight_bytes kv_bytes "
-        "flops attention kernels cfg_rev"
+        "v step t_ns dur_us tokenize_us plan_us draft_us prepare_us copy_us forward_us attention_us "
+        "linear_us head_us sample_us detokenize_us send_us publish_us overlap_us prefill_reqs decode_reqs "
+        "prefill_tok decode_tok output_tok running waiting preempted recompute_tok recompute_us "
+        "draft_reqs drafted_tok accepted_tok drafted_at accepted_at verify_us used_blk cached_blk "
+        "free_blk used_tok host_blk swapped_blk copied_blk query_tok hit_tok host_hit_tok weight_bytes "
+        "kv_bytes flops attention kernels cfg_rev"
     )
     assert list(m.StepRow.__struct_fields__) == golden.split()
     wire = msgspec.msgpack.decode(codec.encode(m.StepRows(rows=[step_row(5)])))
-    expected = [2, 5, *range(102, 139), "sdpa", "linear=fp32", 141]
+    places = [[9, 8], [7, 6]]
+    expected = [3, 5, *range(102, 131), *places, *range(133, 147), "sdpa", "linear=fp32", 149]
     assert wire == {"type": "steps", "rows": [expected]}
 
 

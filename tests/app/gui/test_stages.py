@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 
+import msgspec
 import numpy as np
 import psutil
 import pyqtgraph as pg
@@ -206,6 +207,33 @@ def test_every_line_and_head_says_what_it_is(window: MainWindow, link: FeedLink)
             assert model.index(line, at).data(Qt.ItemDataRole.ToolTipRole)
     for at in range(model.columnCount()):
         assert model.headerData(at, Qt.Orientation.Horizontal, Qt.ItemDataRole.ToolTipRole)
+
+
+def test_a_line_below_tells_how_drafts_did_and_why_there_are_none(window: MainWindow, link: FeedLink) -> None:
+    """Acceptance, length, each place, both times; nothing at all without speculation."""
+    panel = window.stages
+    fed(window, link)
+    panel.refresh_figures()
+    assert panel.drafts.isHidden()
+    drafted = {"draft_reqs": 4, "drafted_tok": 12, "accepted_tok": 6, "drafted_at": [4, 4, 4]}
+    row = b.step_row(
+        200, window.session.now_s, accepted_at=[3, 2, 1], draft_us=250, verify_us=6000, **drafted
+    )
+    link.push(steps=[row])
+    beat(window, 2)
+    panel.refresh_figures()
+    text = panel.drafts.text().replace("\u00a0", " ")
+    assert text == (
+        "Drafts: 50 % accepted · 2.5 tokens a step · by place 75 % 50 % 25 % · "
+        "drafting 250 µs, verifying 6.00 ms a step"
+    )
+    assert not panel.drafts.isHidden()
+    assert "By place" in panel.drafts.accessibleDescription()
+    assert window.session.state is not None
+    link.push(state=msgspec.structs.replace(window.session.state, speculation="nothing repeats"))
+    beat(window, 2)
+    panel.refresh_figures()
+    assert panel.drafts.text().endswith("\nno drafts: nothing repeats")
 
 
 def test_without_steps_the_table_says_nothing_not_zero(window: MainWindow, link: FeedLink) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 from PySide6.QtCore import Qt
 from pytestqt.modeltest import ModelTester
 from pytestqt.qtbot import QtBot
@@ -12,6 +13,7 @@ from app.dialogs.compare import CompareDialog, metric_name
 from app.dialogs.save_baseline import SaveBaselineDialog
 from app.main_window import MainWindow
 from app.model.log_table import DEPTH, LogFilter, LogModel
+from app.model.request_table import COLUMNS
 from app.net.types import LinkState, LinkStatus
 from app.panels.baselines import safe_name
 from ipc.messages import CfgSet, LogLine
@@ -44,6 +46,48 @@ def test_requests_change_in_place_and_new_ones_come_on_top(
     assert not resets
     qtmodeltester.check(model)
     qtmodeltester.check(window.requests.proxy)
+
+
+def test_a_request_shows_how_its_drafts_did(window: MainWindow, link: FeedLink) -> None:
+    at = [spec.title for spec in COLUMNS].index("Drafts")
+    link.ready()
+    beat(window, 1)
+    with_drafts = {
+        "drafts_n": 10,
+        "drafted_tok": 40,
+        "accepted_tok": 30,
+        "draft_us": 1500,
+        "verify_us": 90_000,
+    }
+    now_s = window.session.now_s
+    link.push(requests=[b.request_row(1, now_s, **with_drafts), b.request_row(2, now_s)])
+    beat(window, 2)
+    model = window.requests.model
+    assert [model.index(line, at).data() for line in (1, 0)] == ["75\u00a0% · 4.0", "–"]
+    tip = model.index(1, at).data(Qt.ItemDataRole.ToolTipRole)
+    assert "30 of 40 drafted tokens accepted in 10 steps" in tip
+    assert "looking for them took" in tip
+
+
+def test_the_throughput_chart_tells_of_drafts_and_why_there_are_none(
+    window: MainWindow, link: FeedLink
+) -> None:
+    link.ready()
+    beat(window, 1)
+    now_s = window.session.now_s
+    row = b.step_row(
+        1, now_s, draft_reqs=4, drafted_tok=16, accepted_tok=8, output_tok=12, drafted_at=[4] * 4,
+        accepted_at=[2] * 4,
+    )  # fmt: skip
+    link.push(steps=[row])
+    beat(window, 2)
+    window.throughput.refresh_figures()
+    assert window.throughput.header.note.full_text.startswith("drafts: 50\u00a0% accepted, 3.0 tokens a step")
+    assert window.session.state is not None
+    link.push(state=msgspec.structs.replace(window.session.state, speculation="nothing repeats"))
+    beat(window, 2)
+    window.throughput.refresh_figures()
+    assert window.throughput.header.note.full_text.startswith("no drafts: nothing repeats · running")
 
 
 def test_requests_end_with_their_engine_and_the_next_ones_numbers_are_their_own(

@@ -30,13 +30,55 @@ def test_throughput_counts_tokens_of_each_half_second() -> None:
     session = session_with(decode_tok=4, prefill_tok=10)
     line = session.timeline
     inside = slice(2, -2)
-    assert np.allclose(line.column("decode_tok_s")[inside], 40.0)
+    assert np.allclose(line.column("output_tok_s")[inside], 40.0)
     assert np.allclose(line.column("prefill_tok_s")[inside], 100.0)
     assert np.allclose(line.column("busy_share")[inside], 0.1)
     assert np.allclose(line.column("forward_s")[inside], 0.009)
     kpis = session.kpis()
-    assert kpis.decode_tok_s.value == pytest.approx(4 * 100 / 10.8, rel=0.01)
-    assert kpis.decode_tok_s.n == 100
+    assert kpis.output_tok_s.value == pytest.approx(4 * 100 / 10.8, rel=0.01)
+    assert kpis.output_tok_s.n == 100
+
+
+def test_throughput_is_of_tokens_that_came_out_not_of_those_computed() -> None:
+    """Four requests with drafts of three tokens, of which six hold, bring ten tokens a step."""
+    session = session_with(
+        decode_tok=4, output_tok=10, draft_reqs=4, drafted_tok=12, accepted_tok=6,
+        drafted_at=[4, 4, 4], accepted_at=[3, 2, 1],
+    )  # fmt: skip
+    assert np.allclose(session.timeline.column("output_tok_s")[2:-2], 100.0)
+    kpis = session.kpis()
+    assert kpis.output_tok_s.value == pytest.approx(10 * 100 / 10.8, rel=0.01)
+    assert kpis.draft_acceptance.value == pytest.approx(0.5)
+    assert kpis.draft_length.value == pytest.approx(2.5)
+    stats = session.step_stats(100.0)
+    assert (stats["decode_tok"], stats["output_tok"], stats["drafted_tok"]) == (400, 1000, 1200)
+    assert (stats["draft_acceptance"], stats["draft_length"]) == (pytest.approx(0.5), pytest.approx(2.5))
+
+
+def test_drafts_are_told_place_by_place_and_with_what_they_cost() -> None:
+    """Drafts of two lengths: a place counts by those that reached it. Old steps leave the window."""
+    session = session_with()
+    assert session.drafts() is None
+    rows = [
+        step_row(n, 190.0 + n / 100, draft_reqs=2, drafted_tok=5, accepted_tok=3, drafted_at=[2, 2, 1],
+                   accepted_at=[2, 1, 0], draft_us=300, verify_us=5000)
+        for n in range(1000, 1010)
+    ]  # fmt: skip
+    session.ingest(batch(201.0, steps=rows))
+    drafts = session.drafts()
+    assert drafts is not None
+    assert (drafts.drafts, drafts.by_place) == (20, (1.0, 0.5, 0.0))
+    assert (drafts.acceptance, drafts.length) == (pytest.approx(0.6), pytest.approx(2.5))
+    assert (drafts.draft_s, drafts.verify_s) == (pytest.approx(0.0003), pytest.approx(0.005))
+    session.ingest(batch(201.0 + session.window_s + 1))
+    assert session.drafts() is None
+
+
+def test_without_drafts_their_figures_are_undefined_not_zero() -> None:
+    kpis = session_with().kpis()
+    for figure in (kpis.draft_acceptance, kpis.draft_length):
+        assert figure.value is None
+        assert figure.why_none == "nothing was drafted in this window"
 
 
 def test_kv_shares_add_up_and_waste_is_what_used_blocks_do_not_hold() -> None:
@@ -54,14 +96,14 @@ def test_no_traffic_is_said_never_drawn_as_zero() -> None:
     for tick in range(1, 50):
         session.ingest(batch(100.0 + tick / 10))
     kpis = session.kpis()
-    for figure in (kpis.decode_tok_s, kpis.prefill_tok_s, kpis.hit_rate, kpis.bandwidth_share):
+    for figure in (kpis.output_tok_s, kpis.prefill_tok_s, kpis.hit_rate, kpis.bandwidth_share):
         assert figure.value is None
         assert NO_TRAFFIC in figure.why_none
     assert kpis.ttft_p99_s.value is None
     assert kpis.ttft_p99_s.why_none
     line = session.timeline
     assert len(line.times()) > 5
-    for name in ("decode_tok_s", "ttft_p50_s", "hit_rate", "step_mean_s"):
+    for name in ("output_tok_s", "ttft_p50_s", "hit_rate", "step_mean_s"):
         assert np.isnan(line.column(name)).all()
     assert session.stages().n == 0
     assert session.roofline().verdict == "idle"
@@ -72,7 +114,7 @@ def test_a_stall_with_requests_running_is_zero_tokens_not_a_gap() -> None:
     session.ingest(batch(100.0, new_session=True, state=state(running=3, waiting=2), cfg=cfg()))
     for tick in range(1, 40):
         session.ingest(batch(100.0 + tick / 10))
-    assert session.timeline.column("decode_tok_s")[-1] == 0.0
+    assert session.timeline.column("output_tok_s")[-1] == 0.0
     assert session.timeline.column("waiting")[-1] == 2.0
 
 
@@ -143,7 +185,7 @@ def test_an_engine_restart_inside_the_window_is_marked_and_nothing_goes_negative
     assert len(views) == 2
     assert {v.row.finish for v in views} == {"error", "length"}
     assert any("engine process" in gap.reason for gap in session.gaps)
-    tok = session.timeline.column("decode_tok_s")
+    tok = session.timeline.column("output_tok_s")
     assert (tok[~np.isnan(tok)] >= 0).all()
 
 
@@ -318,10 +360,10 @@ def test_counters_beyond_31_bits_are_drawn_as_they_are() -> None:
 
 def test_a_dead_engine_has_no_running_requests_and_the_past_stays() -> None:
     session = session_with(3.0)
-    drawn = np.nansum(session.timeline.column("decode_tok_s"))
+    drawn = np.nansum(session.timeline.column("output_tok_s"))
     session.ingest(batch(104.0, link=LinkStatus(state=LinkState.DEAD, reason="killed")))
     kpis = session.kpis()
     assert (kpis.running.value, kpis.waiting.value) == (None, None)
     assert kpis.running.why_none
-    assert np.nansum(session.timeline.column("decode_tok_s")) == drawn
-    assert kpis.decode_tok_s.value is not None
+    assert np.nansum(session.timeline.column("output_tok_s")) == drawn
+    assert kpis.output_tok_s.value is not None

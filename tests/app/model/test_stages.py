@@ -39,6 +39,14 @@ def test_stages_of_a_step_add_up_to_what_it_cost() -> None:
     assert times.outside_forward_share == pytest.approx(1 - 9 / 10.05)
 
 
+def test_looking_for_drafts_is_planning() -> None:
+    session = session_of([step_row(1, 100.6, draft_us=150, publish_us=50)])
+    times = session.stages()
+    assert times.mean_s["plan"] == pytest.approx(250e-6)
+    assert times.mean_s["other"] == pytest.approx(10.05e-3 - (0.25 + 0.2 + 9 + 0.3 + 0.05) * 1e-3)
+    assert one_stack(session)["exposed_plan_s"] == pytest.approx(250e-6)
+
+
 def test_text_and_sockets_are_hidden_not_part_of_a_step() -> None:
     times = session_of([step_row(1, 100.6, tokenize_us=400, detokenize_us=200, send_us=600)]).stages()
     assert [times.share[s] for s in ("tokenize", "detokenize", "send")] == [None, None, None]

@@ -56,7 +56,7 @@ def test_what_ran_is_in_the_session(live: Console) -> None:
     live.until(lambda: len(mine()) == 3, "the request's last row")
     assert mine() == sorted(mine())
     assert live.session.kpis().ttft_p50_s.n >= 1
-    live.until(lambda: (live.session.kpis().decode_tok_s.value or 0) > 0, "throughput")
+    live.until(lambda: (live.session.kpis().output_tok_s.value or 0) > 0, "throughput")
     assert live.session.stages().n > 0
     assert live.session.attention
     assert not live.session.gaps

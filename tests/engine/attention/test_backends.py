@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from engine.attention import Rows, get_backend, names, probe
+from engine.attention.base import MAX_SHORT
 from engine.attention.sdpa import QUERY_TILE
 from engine.kv_cache import KVCache
+from engine.speculation.base import MAX_DRAFT
 from tests.engine.driving import CPU, tiny
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
+# Rows of few new tokens over contexts of many lengths, in the order in which a step has them.
+SHORT = [(2, 7), (5, 700), (5, 300), (5, 11), (5, 0), (9, 0), (17, 64)]
 
 
 def direct(
@@ -34,13 +38,13 @@ def direct(
 def test_mixed_rows_equal_attention_over_the_tokens_themselves(
     name: str, window: int | None, block_size: int
 ) -> None:
-    """Single tokens at many lengths (several buckets), chunks with and without earlier context."""
+    """Single tokens and drafts at many lengths (several buckets), chunks with and without earlier context."""
     rng = random.Random(3)
     base = tiny("llama")[0].spec
     spec = replace(
         base, num_layers=1, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, layer_windows=(window,)
     )
-    shapes = [(1, n) for n in (900, 700, 60, 41, 7, 1, 0)] + [(9, 0), (20, 0), (5, 11), (30, 33), (2, 7)]
+    shapes = [(1, n) for n in (900, 700, 60, 41, 7, 1, 0)] + [*SHORT, (20, 0), (30, 33)]
     num_blocks = sum(-(-(n + c) // block_size) for n, c in shapes) + 5
     kv = KVCache.allocate(spec, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32, device=CPU)
     # Whatever lies in slots that belong to no token of a row must not matter.
@@ -66,6 +70,7 @@ def test_mixed_rows_equal_attention_over_the_tokens_themselves(
         k[here], v[here] = keys[c:], values[c:]
         wants += [direct(q[starts[r] + i], keys, values, c + i, window) for i in range(n)]
     rows = Rows(starts, new, computed, tables, num_single=7, block_size=block_size)
+    assert max(n for n, _ in SHORT) == MAX_SHORT == MAX_DRAFT + 1
     got = get_backend(name).plan(rows, kv, spec, torch.from_numpy).attend(0, q, k, v)
     torch.testing.assert_close(got.double(), torch.stack(wants).flatten(1), rtol=1e-5, atol=1e-5)
 

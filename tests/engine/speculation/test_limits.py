@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.base import MAX_DRAFT, Draft
+from engine.speculation.base import Draft
 from engine.speculation.limits import cut_draft, draft_room, share, until_end
-from engine.speculation.stats import Acceptance
 
 
 @pytest.mark.parametrize(
@@ -82,20 +81,3 @@ def test_tokens_count_up_to_the_end(
     """A16: several tokens of one step, an end at each place, with min_tokens and with max_tokens."""
     found = until_end(ids, num_output=num_output, min_tokens=min_tokens, stop_ids={2}, room=room)
     assert found == want
-
-
-def test_acceptance_is_counted_by_the_usual_definitions() -> None:
-    stats = Acceptance()
-    assert stats.rate is None
-    assert stats.mean_length is None
-    assert stats.by_position == []
-    for drafted, accepted in ((4, 2), (4, 0), (2, 2), (0, 0)):
-        stats.count(drafted, accepted)
-    assert (stats.drafts, stats.drafted, stats.accepted) == (3, 10, 4)
-    assert stats.rate == 0.4
-    assert stats.mean_length == pytest.approx(1 + 4 / 3)
-    assert stats.by_position == pytest.approx([2 / 3, 2 / 3, 0, 0])
-    with pytest.raises(ValueError, match="3 of 2 draft tokens"):
-        stats.count(2, 3)
-    with pytest.raises(ValueError):
-        stats.count(MAX_DRAFT + 1, 0)

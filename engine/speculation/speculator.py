@@ -1,0 +1,220 @@
+"""Drafts for the steps of one engine: who makes them, how long they may be, and what became of them.
+
+The step thread owns it. Drafts are put into a plan that was just made and is launched at once, while no other
+step is in flight, as they follow a request's newest token. What they add to a step is taken from the budget,
+the blocks and the context that the plan has left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from engine.plan import ScheduledRequest, StepPlan
+from engine.request import Request
+from engine.scheduler import Scheduler
+from engine.speculation.adaptive import AdaptiveDrafts
+from engine.speculation.base import Draft, Drafter
+from engine.speculation.limits import cut_draft, draft_room, share
+from engine.speculation.ngram import NgramDrafter
+from engine.step import StepOutput
+from ipc.messages import KnobValue
+
+log = logging.getLogger(__name__)
+
+CHEAP_LOOK = 0.005  # of a step's time: up to this, looking for drafts at every step costs nothing to speak of
+QUIET_LOOKS = 4  # in vain, after which looks that are not cheap become rare
+QUIET_STEPS = 8  # without a look between two rare ones
+SAYS_OFF = 32  # steps without drafts after which it is said why
+SAYS_AGAIN = 2048  # steps before the log says again that drafts are off, so that it is not filled
+RATE = 0.1  # how fast the expected costs follow what is measured
+
+NO_BUDGET = "a step's token budget is used up without drafts"
+NOTHING_REPEATS = "nothing that requests wrote lately occurs earlier in their text"
+
+
+class Speculator:
+    """Puts drafts into plans. ``vocab_size`` is the target's.
+
+    ``makers`` holds, for each kind of speculation there is, what makes its drafter.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.makers: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
+        self.kind = "off"
+        self.reason = ""
+        """Why no drafts are made although they are switched on; "" while they are."""
+        self._vocab_size = vocab_size
+        self._drafter: Drafter | None = None
+        self._adaptive = AdaptiveDrafts(sequential=False)
+        self._is_adaptive = True
+        self._most = 0
+        self._look_s = 0.0  # expected
+        self._step_s = 0.0
+        self._why = ""  # the last look led to nothing
+        self._quiet = 0  # looks since the last one that led to drafts which were expected to pay
+        self._quiet_steps = 0  # steps since then
+        self._unlooked = 0  # steps since the last look
+        self._steps = 0
+        self._said_at = -SAYS_AGAIN  # the step in which the log last said why drafts are off
+
+    def configure(self, values: Mapping[str, KnobValue]) -> None:
+        """Obey these knob values from the next step on."""
+        kind = str(values["speculation"])
+        self._most = int(values["spec_tokens"] or 0)
+        self._is_adaptive = bool(values["spec_adaptive"])
+        self._quiet = self._quiet_steps = self._unlooked = 0
+        self._said_at = -SAYS_AGAIN
+        self.reason = self._why = ""
+        if kind != self.kind:
+            self.kind = kind
+            self._drafter = None if kind == "off" else self.makers[kind]()
+            self._adaptive = AdaptiveDrafts(sequential=False)
+
+    @property
+    def wants_next(self) -> bool:
+        """Whether to look for drafts in the next step, which must then not be staged behind another one."""
+        if self._drafter is None:
+            return False
+        return self._quiet < QUIET_LOOKS or self._unlooked >= QUIET_STEPS
+
+    @property
+    def num_remembered(self) -> int:
+        """Requests that something is remembered of."""
+        return self._adaptive.num_requests
+
+    def draft(self, plan: StepPlan, scheduler: Scheduler, clock_ns: Callable[[], int]) -> int:
+        """Add drafts to a plan whose requests' newest tokens are known. Returns the nanoseconds it took."""
+        if self._drafter is None or not plan.decode_requests:
+            return 0
+        budget = scheduler.knobs.max_num_batched_tokens - plan.num_tokens
+        if not (self.wants_next or self._look_s <= CHEAP_LOOK * self._step_s):
+            self.pass_over(plan)
+            return 0
+        self._unlooked = 0
+        if budget < 1:
+            self._note_quiet(NO_BUDGET)
+            return 0
+        began = clock_ns()
+        rows = _decoding(plan)
+        drafts = self._propose(rows, self._drafter, budget)
+        drafts = self._choose(rows, drafts, plan)
+        self._put(rows, drafts, plan, scheduler)
+        took_ns = clock_ns() - began
+        self._look_s += RATE * (took_ns / 1e9 - self._look_s)
+        if self._is_adaptive:
+            self._adaptive.observe_drafting(1, took_ns / 1e9)
+        return took_ns
+
+    def pass_over(self, plan: StepPlan) -> None:
+        """A step is made without looking for drafts."""
+        if self._drafter is None or not plan.decode_requests:
+            return
+        self._unlooked += 1
+        self._count_quiet()
+        if self._is_adaptive:
+            self._adaptive.pass_over([row.request.rid for row in _decoding(plan)])
+
+    def learn(self, plan: StepPlan, out: StepOutput) -> None:
+        """A step was computed."""
+        if self._drafter is None:
+            return
+        self._steps += 1
+        seconds = out.forward_s + out.sample_s
+        self._step_s += RATE * (seconds - self._step_s)
+        if self._is_adaptive:
+            self._adaptive.observe_step(plan.num_tokens + plan.draft_tokens, seconds)
+        if plan.draft_tokens and self._is_adaptive:
+            made = [(i, row) for i, row in enumerate(plan.scheduled) if row.draft and not out.nonfinite[i]]
+            self._adaptive.observe(
+                [row.request.rid for _, row in made],
+                [len(row.draft) for _, row in made],
+                [out.accepted[i] for i, _ in made],
+            )
+
+    def release(self, slot: int) -> None:
+        """Forget what is kept for a slot, whose request finished or was preempted."""
+        if self._drafter is not None:
+            self._drafter.release(slot)
+
+    def forget(self, rid: int) -> None:
+        """Forget a request that ended."""
+        self._adaptive.release(rid)
+
+    def _propose(self, rows: Sequence[ScheduledRequest], drafter: Drafter, budget: int) -> list[Draft]:
+        """Drafts as far as context, answer and token budget have room, blocks not being looked at yet."""
+        rooms = [self._room(row.request) for row in rows]
+        found = drafter.propose([row.request for row in rows], rooms)
+        drafts = [
+            cut_draft(draft, room, row.request.stop_ids, self._vocab_size)
+            for row, draft, room in zip(rows, found, rooms, strict=True)
+        ]
+        counts = share([len(draft) for draft in drafts], budget)
+        return [draft.first(count) for draft, count in zip(drafts, counts, strict=True)]
+
+    def _room(self, request: Request) -> int:
+        return min(self._most, draft_room(request.num_tokens, request.max_total, request.max_total))
+
+    def _choose(self, rows: Sequence[ScheduledRequest], drafts: list[Draft], plan: StepPlan) -> list[Draft]:
+        """The part of the drafts that is expected to pay."""
+        rids = [row.request.rid for row in rows]
+        if not any(drafts):
+            if self._is_adaptive:
+                self._adaptive.pass_over(rids)
+            self._note_quiet(NOTHING_REPEATS)
+            return drafts
+        if not self._is_adaptive:
+            self._note_drafting()
+            return drafts
+        choice = self._adaptive.choose(rids, list(map(len, drafts)), plan.num_tokens - len(rows))
+        if choice.reason:  # though one may be tried all the same
+            self._note_quiet(choice.reason)
+        else:
+            self._note_drafting()
+        return [draft.first(count) for draft, count in zip(drafts, choice.k, strict=True)]
+
+    def _put(
+        self,
+        rows: Sequence[ScheduledRequest],
+        drafts: Sequence[Draft],
+        plan: StepPlan,
+        scheduler: Scheduler,
+    ) -> None:
+        """Give the rows their drafts, cut to the blocks that there are for them."""
+        made = [(row, draft) for row, draft in zip(rows, drafts, strict=True) if draft]
+        wanted = [(row.request, row.request.num_tokens + len(draft)) for row, draft in made]
+        for (row, draft), covered in zip(made, scheduler.lend(wanted), strict=True):
+            request = row.request
+            row.draft = draft.first(draft_room(request.num_tokens, request.max_total, covered))
+            plan.draft_tokens += len(row.draft)
+            plan.draft_requests += bool(row.draft)
+
+    def _note_drafting(self) -> None:
+        self._quiet = self._quiet_steps = 0
+        self.reason = ""
+
+    def _note_quiet(self, why: str) -> None:
+        self._why = why
+        self._quiet += 1
+        self._count_quiet()
+
+    def _count_quiet(self) -> None:
+        self._quiet_steps += 1
+        if self._quiet_steps < SAYS_OFF:
+            return
+        if not self.reason and self._steps - self._said_at >= SAYS_AGAIN:
+            self._said_at = self._steps
+            log.info("Speculation makes no drafts for now: %s.", self._why)
+        self.reason = self._why
+
+
+def _decoding(plan: StepPlan) -> list[ScheduledRequest]:
+    """Rows that compute the newest token of an answer, of requests that may have drafts."""
+    return [
+        row
+        for row in plan.scheduled
+        if row.num_new == 1
+        and row.request.num_computed >= row.request.num_prompt
+        and row.request.num_computed + 1 == row.request.num_known
+        and row.request.may_draft
+    ]
