@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--model", help="a Hugging Face folder (safetensors) or a GGUF file; the demo model if not given"
     )
+    made.add_argument("--draft-model", help="a smaller model with the same tokenizer, to draft with")
     made.add_argument("--attach", metavar="ADDR", help="connect to a running engine instead of starting one")
     made.add_argument("--no-engine", action="store_true", help="open the window without an engine")
     made.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
@@ -116,6 +117,7 @@ class Application(QObject):
             model=str(model),
             dtype=options.dtype,
             device=options.device,
+            draft_model=options.draft_model,
             kv_pool_gib=options.kv_pool_gib,
             threads=options.threads,
             extra=tuple(options.engine_arg),

@@ -137,9 +137,13 @@ class Console(QObject):
         self.link.launch(spec)
 
     def open_model(self, path: str) -> None:
-        """Start the engine anew with another model, everything else as it was."""
+        """Start the engine anew with another model, everything else as it was but for what drafts for it."""
         self.stop_load(drain=False)
-        spec = replace(self.launch_spec, model=path) if self.launch_spec else LaunchSpec(model=path)
+        spec = (
+            replace(self.launch_spec, model=path, draft_model=None)
+            if self.launch_spec
+            else LaunchSpec(model=path)
+        )
         self.launch(spec)
 
     def restart(self) -> None:

@@ -63,7 +63,12 @@ def bring_up(
     if info.uuid:
         follow_gpu(info.uuid)
     usable = tuple(name for name in names() if probe(name, loaded.spec, device, dtype) is None)
-    context = KnobContext(device=info.kind, attention=usable, quantization=loaded.info.quantization)
+    context = KnobContext(
+        device=info.kind,
+        attention=usable,
+        quantization=loaded.info.quantization,
+        draft_model="" if config.draft_model is None else str(config.draft_model),
+    )
     knobs = KnobStore(context, config.knobs)
     progress("allocating the KV pool", 0, 0)
     core = EngineCore(loaded, config, knobs, sink, device_info=info, consume=True, progress=progress)

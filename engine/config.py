@@ -29,6 +29,7 @@ class EngineConfig:
     """
 
     model: Path
+    draft_model: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
     load_format: Literal["auto", "dummy"] = "auto"

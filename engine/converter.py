@@ -140,6 +140,34 @@ class Converter:
         self.precision = precision
         log.info("the weights are in %s: %s", precision.name, self._decoder.kernels())
 
+    def check_lighter(self, kind: Kind) -> None:
+        """Raise `NoRoom` with the reason if `lighter` cannot be had. Memory is not looked at."""
+        if self._gone:
+            raise NoRoom(f"there are no weights to make a draft of: {self._gone}")
+
+    def lighter_bytes(self, kind: Kind) -> int:
+        """About the bytes of what `lighter` makes."""
+        shapes = self._store.shapes.items()
+        return sum(quantized_bytes(kind, *shape) for place, shape in shapes if place != HEAD)
+
+    def lighter(self, kind: Kind, progress: Progress) -> dict[Place, LinearLayer]:
+        """New linear layers of the original weights in ``kind``, but for the head; none in use is touched.
+
+        Rounded to nearest, unless better codes were found before. Raises what `check_lighter` raises,
+        MemoryError or RuntimeError without memory, and ValueError naming a layer whose weight is not finite.
+        """
+        self.check_lighter(kind)
+        store, precision = self._store, WeightPrecision(kind, "awq" if kind == "int4" else "", "head")
+        places = [place for place in store.shapes if place != HEAD]
+        meter = Meter(f"making a draft in {kind}", sum(map(store.bytes_of, places)), progress)
+        made: dict[Place, LinearLayer] = {}
+        with torch.inference_mode():
+            self._learn(precision)
+            for place in places:
+                made[place] = self._maker.quantized(place, self._quantized(precision, place))
+                meter.add(store.bytes_of(place))
+        return made
+
     def _convert(self, precision: WeightPrecision, progress: Progress) -> None:
         store, spec = self._store, self._store.spec
         errors = self._errors.get(precision.label)

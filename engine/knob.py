@@ -16,6 +16,7 @@ class KnobContext:
 
     device: Literal["cpu", "cuda"] = "cpu"
     attention: Sequence[str] = ("naive", "sdpa")  # back ends that can run here
+    draft_model: str = ""  # what --draft-model names
     quantization: str = ""  # how the model's weights are quantized as they were loaded, "" if they are not
 
 
@@ -23,9 +24,9 @@ class KnobContext:
 class Knob:
     """One optimization. ``lossy`` ones may change outputs.
 
-    ``requires`` names the knobs, and the value of each, without which this one has no effect; it is told,
-    not enforced, so that each knob can be flipped alone. ``reason`` set means not available anywhere.
-    ``choice_reason`` says for each choice why it cannot run here, or "" if it can.
+    ``requires`` names the knobs, and the value of each (or several: ``a or b``), without which this one has
+    no effect; it is told, not enforced, so that each knob can be flipped alone. ``reason`` set means not
+    available anywhere. ``choice_reason`` says for each choice why it cannot run here, or "" if it can.
     """
 
     id: str

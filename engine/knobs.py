@@ -15,6 +15,7 @@ from engine.speculation import MAX_DRAFT
 from ipc.messages import ApplyMode, KnobInfo, KnobValue
 
 NOT_BUILT = "not built yet"
+DRAFTING = "ngram or draft or self"
 MAX_SEQS = 1024  # most requests that may run at once, so the runner's slots are [0, MAX_SEQS)
 
 
@@ -31,7 +32,11 @@ def _weight_reason(choice: str, context: KnobContext) -> str:
 
 
 def _speculation_reason(choice: str, context: KnobContext) -> str:
-    return NOT_BUILT if choice in ("draft", "self") else ""
+    if choice == "draft" and not context.draft_model:
+        return "the engine was started without --draft-model"
+    if choice == "self" and context.quantization:
+        return f"the model's weights are quantized already: {context.quantization}"
+    return ""
 
 
 def _later(
@@ -384,7 +389,8 @@ _SPECULATION = (
         help="Further tokens of an answer are drafted cheaply and verified together in one step; those that "
         "the model itself would choose stay, so the text is the same. ngram drafts what followed the "
         "last tokens where they occurred before in prompt or answer: it pays where text repeats, as in "
-        "editing, extraction and code.",
+        "editing, extraction and code. draft asks a smaller model (--draft-model) with the same tokenizer. "
+        "self asks a copy of the model's own weights in fewer bits.",
     ),
     Knob(
         id="spec_tokens",
@@ -395,7 +401,7 @@ _SPECULATION = (
         unit="tokens",
         minimum=1,
         maximum=MAX_DRAFT,
-        requires={"speculation": "ngram"},
+        requires={"speculation": DRAFTING},
         help="Most tokens drafted for one request in one step. More bring more where they are accepted, and "
         "make the step longer for everybody where they are not.",
     ),
@@ -405,9 +411,34 @@ _SPECULATION = (
         title="Adaptive drafts",
         type="bool",
         default=True,
-        requires={"speculation": "ngram"},
+        requires={"speculation": DRAFTING},
         help="Drafts are as long as pays by what steps cost and how many drafted tokens were accepted, and "
         "stop where they lose, with a try now and then. Off, every draft that is found is verified.",
+    ),
+    Knob(
+        id="spec_self_dtype",
+        group="speculation",
+        title="Self-draft precision",
+        type="choice",
+        default="int4",
+        choices=("int4", "int8"),
+        requires={"speculation": "self"},
+        help="Precision of the copy of the linear layers' weights that drafts; embedding, head and norms are "
+        "shared. Fewer bits are read faster and take less memory, more agree with the model more often.",
+    ),
+    Knob(
+        id="spec_sampling",
+        group="speculation",
+        title="Sampled drafts",
+        type="choice",
+        default="coupled",
+        choices=("coupled", "rejection"),
+        lossy=True,
+        requires={"speculation": "draft or self"},
+        help="How drafts of requests with a temperature are made and checked. Coupled: drawn with the random "
+        "numbers that the model itself would use, and kept where it says the same, so the text is the same. "
+        "Rejection: drawn freely and kept with the probability that leaves the model's distribution as it "
+        "is; more are kept, but a seed no longer gives the same text twice.",
     ),
 )
 

@@ -6,6 +6,7 @@ that it empties between two steps, and hear of everything through the events of 
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import logging
@@ -25,7 +26,7 @@ from engine.layout import Layout, layout_of
 from engine.mailbox import Cancel, Closed, Mailbox, StopFound
 from engine.memory import kv_pool_bytes
 from engine.metrics import MeterReader, Meters, StageTotals
-from engine.models.loader import LoadedModel
+from engine.models.loader import LoadedModel, load_model
 from engine.models.reading import Progress
 from engine.pipeline import Landing, Pipeline
 from engine.pulse import Pulse
@@ -33,6 +34,8 @@ from engine.request import Request
 from engine.result_cache import ResultCache
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerKnobs
+from engine.speculation.draft_models import DraftModels, DraftWeights
+from engine.speculation.model_drafter import ModelDrafter
 from engine.speculation.speculator import Speculator
 from engine.weight_precision import WeightPrecision
 from ipc.messages import DeviceInfo, EngineState, KnobValue, Phase
@@ -93,6 +96,23 @@ class EngineCore:
             precision=WeightPrecision.of(knobs.values),
             progress=progress or (lambda *_: None),
         )
+        load = None
+        if config.draft_model is not None:
+            load = functools.partial(
+                load_model,
+                config.draft_model,
+                dtype=self._dtype,
+                device=device,
+                load_format=config.load_format,
+            )
+        self.drafts = DraftModels(
+            loaded,
+            self.runner,
+            max_model_len=self.max_model_len,
+            load=load,
+            progress=progress or (lambda *_: None),
+            wanted=DraftWeights.of(knobs.values),
+        )
         self.pool_bytes = kv_pool_bytes(config, device)  # of what the weights have left
         without_host = {**knobs.values, "kv_host_gib": 0.0, "preemption": "recompute"}
         self.layout: Layout = layout_of(without_host, self.runner, self.pool_bytes)  # what is really there
@@ -109,6 +129,8 @@ class EngineCore:
         )
         self.results = ResultCache(answer_identity(loaded.info, self.runner, self.max_model_len))
         self.speculator = Speculator(loaded.spec.vocab_size)
+        for kind in ("draft", "self"):
+            self.speculator.makers[kind] = self._make_drafter
         stages = StageTotals()
         self.answers = Answers(
             self.scheduler,
@@ -133,12 +155,18 @@ class EngineCore:
             check=config.check,
         )
         self._pulse = Pulse(config, self.scheduler, self.answers, self.state, clock_ns)
+        self.drafts.progress = self.progress
         self._rids = itertools.count(1)
         self._inbox = Mailbox()
         self._doomed: dict[int, str | None] = {}  # to be ended once their step has landed: why, None: stopped
         self._num_begun = 0
         self._wake_ns: int | None = None
         reconfigure.set_up(self)
+
+    def _make_drafter(self, values: Mapping[str, KnobValue]) -> ModelDrafter:
+        wanted = DraftWeights.of(values)
+        assert wanted is not None
+        return self.drafts.make(wanted)
 
     # --- any thread ---
 
@@ -230,6 +258,8 @@ class EngineCore:
             weight_bytes=self.runner.weight_bytes,
             weight_dtype="" if self.runner.precision is None else self.runner.precision.name,
             original_bytes=self.runner.original_bytes,
+            draft_weight_bytes=self.drafts.weight_bytes,
+            draft_kv_bytes=self.drafts.kv_bytes,
             result_n=results.num_answers,
             result_bytes=results.nbytes,
             result_hits=results.hits,

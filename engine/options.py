@@ -25,6 +25,12 @@ def parser() -> argparse.ArgumentParser:
         ),
     )
     cli.add_argument("--model", type=Path, metavar="PATH", help="a Hugging Face folder or a GGUF file")
+    cli.add_argument(
+        "--draft-model",
+        type=Path,
+        metavar="PATH",
+        help="a smaller model with the same tokenizer, which speculation=draft drafts with",
+    )
     cli.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     cli.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
@@ -72,12 +78,15 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         raise ConfigError("--model is missing: give a Hugging Face folder or a GGUF file")
     if not options.model.exists():
         raise ConfigError(f"--model {options.model} does not exist")
+    if options.draft_model is not None and not options.draft_model.exists():
+        raise ConfigError(f"--draft-model {options.draft_model} does not exist")
     if options.kv_pool_gib is not None and not 0 < options.kv_pool_gib < 1 << 20:
         raise ConfigError(f"--kv-pool-gib is {options.kv_pool_gib}; it must be above 0")
     if not 0 <= options.vanish_grace_s <= 86_400:
         raise ConfigError(f"--vanish-grace-s is {options.vanish_grace_s}; it must lie in 0 to 86400")
     return EngineConfig(
         model=options.model,
+        draft_model=options.draft_model,
         dtype=options.dtype,
         device=options.device,
         load_format=options.load_format,
@@ -102,7 +111,9 @@ def knob_values(pairs: Sequence[str]) -> dict[str, KnobValue]:
             raise ConfigError(f"--knob {pair!r}: there is no knob {name!r}; see --list-knobs")
         value = _value(knob, text)
         # What depends on the device is checked when that is known; the rest now.
-        why = knob.why_not(value, KnobContext(device="cuda", attention=BY_ID["attention"].choices))
+        why = knob.why_not(
+            value, KnobContext(device="cuda", attention=BY_ID["attention"].choices, draft_model="given")
+        )
         if why and not (knob.reason and value == knob.default):
             raise ConfigError(f"--knob {pair}: {why}")
         values[name] = value

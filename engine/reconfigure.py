@@ -12,9 +12,11 @@ from engine.identity import kv_identity
 from engine.knob_store import PatchRefused, Proposal
 from engine.knobs import BY_ID
 from engine.layout import Layout, NoRoom, check_room, layout_of
+from engine.models.errors import ModelError
 from engine.plan import Arena, StepPlan
 from engine.runner import CopyFailed
 from engine.scheduler import SchedulerKnobs
+from engine.speculation.draft_models import DraftWeights
 from engine.weight_precision import WeightPrecision
 from ipc.messages import ApplyEvent, KnobValue, Preempted
 
@@ -70,6 +72,7 @@ def set_up(core: EngineCore) -> None:
     values = core.knobs.values
     layout = _wanted(core, values)
     _check(core, layout, rebuild=False)
+    _check_drafts(core, values, layout)
     _apply(core, values, layout, 0, rebuild=False)
 
 
@@ -130,6 +133,7 @@ def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
         core.runner.check_precision(WeightPrecision.of(new))
     except NoRoom as error:
         raise PatchRefused("oom", str(error)) from None
+    _check_drafts(core, new, layout)
     try:
         _apply(core, new, layout, now_ns, rebuild=rebuild)
     except (MemoryError, RuntimeError, ValueError) as error:
@@ -165,6 +169,16 @@ def _check(core: EngineCore, layout: Layout, *, rebuild: bool) -> None:
             raise PatchRefused("invalid", f"request {request.rid} would not fit: {refused.message}") from None
 
 
+def _check_drafts(core: EngineCore, values: Mapping[str, KnobValue], layout: Layout) -> None:
+    """Refuse a draft model that memory cannot hold, or that would draft with the model's own weights."""
+    try:
+        core.drafts.check(values, core.layout, layout)
+    except NoRoom as error:
+        raise PatchRefused("oom", str(error)) from None
+    except ValueError as error:
+        raise PatchRefused("invalid", str(error)) from None
+
+
 def _apply(
     core: EngineCore, values: Mapping[str, KnobValue], layout: Layout, now_ns: int, *, rebuild: bool
 ) -> None:
@@ -182,14 +196,24 @@ def _apply(
     for arena in ARENAS:
         _resize(core, arena, _blocks(layout, arena))
     runner.set_forward_timing(bool(values["forward_timing"]))
-    core.speculator.configure(values)
+    _speculate(core, values)
     core.pipeline.set_overlap(bool(values["overlap"]))
     core.answers.delivery.batched = bool(values["batched_detokenize"])
     core.results.configure(values)
 
 
+def _speculate(core: EngineCore, values: Mapping[str, KnobValue]) -> None:
+    """Make the drafter that is asked for, once what another one took is given back."""
+    try:
+        core.speculator.configure(values)
+    except ModelError as error:  # its files were changed since the start
+        raise ValueError(str(error)) from None
+    core.drafts.keep_only(DraftWeights.of(values))
+
+
 def _convert_weights(core: EngineCore, precision: WeightPrecision, now_ns: int) -> None:
     """Convert the weights once the pool is gone, whose content belongs to the old ones."""
+    core.speculator.stop()
     for arena in ARENAS:
         _resize(core, arena, 0)
     core.runner.free_kv()
@@ -203,6 +227,7 @@ def _convert_weights(core: EngineCore, precision: WeightPrecision, now_ns: int) 
 def _replace_pool(core: EngineCore, values: Mapping[str, KnobValue], layout: Layout, now_ns: int) -> None:
     """Everybody goes back to the queue, then the old pool is freed before the new one is taken."""
     runner, scheduler = core.runner, core.scheduler
+    core.speculator.stop()  # drafts are made over a pool of the same blocks
     for arena in ARENAS:
         _resize(core, arena, 0)
     runner.free_kv()

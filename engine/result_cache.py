@@ -34,7 +34,8 @@ NEUTRAL_KNOBS = frozenset(
         "policy", "priority_ageing_s", "max_num_queued", "batch_wait_ms", "preemption", "swap_space_gib",
         "overlap", "prefix_cache", "block_size", "kv_allocation", "kv_pool_gib", "kv_host_gib",
         # How many tokens are verified together. Each is the one that would be chosen without.
-        "speculation", "spec_tokens", "spec_adaptive",
+        # What rejection sampling leaves to chance is not kept at all (see `ResultCache.ticket`).
+        "speculation", "spec_tokens", "spec_adaptive", "spec_self_dtype",
         # How text is handled, and what is measured.
         "batched_tokenize", "batched_detokenize", "result_cache", "forward_timing",
     }
@@ -71,6 +72,7 @@ class ResultCache:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._enabled = False
+        self._by_chance = False  # what is drawn depends on drafts too
         self._context = b""
         self._generation = 0
         self._answers: OrderedDict[bytes, bytes] = OrderedDict()
@@ -92,10 +94,11 @@ class ResultCache:
         relevant = sorted((name, value) for name, value in values.items() if name not in NEUTRAL_KNOBS)
         context = self._encoder.encode([self._identity, relevant])
         enabled = bool(values["result_cache"])
+        by_chance = values["speculation"] in ("draft", "self") and values["spec_sampling"] == "rejection"
         with self._lock:
-            if (enabled, context) == (self._enabled, self._context):
+            if (enabled, by_chance, context) == (self._enabled, self._by_chance, self._context):
                 return
-            self._enabled, self._context = enabled, context
+            self._enabled, self._by_chance, self._context = enabled, by_chance, context
             self._generation += 1  # what runs now began under another configuration
             if not enabled:
                 self._answers.clear()
@@ -104,6 +107,8 @@ class ResultCache:
     def ticket(self, request: Request) -> Ticket | None:
         """Where the answer of a request that was not begun belongs; None if none may be kept for it."""
         if not self._enabled or not is_deterministic(request.sampling):
+            return None
+        if self._by_chance and not is_greedy(request.sampling):
             return None
         with self._lock:
             context, generation = self._context, self._generation

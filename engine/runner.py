@@ -21,9 +21,11 @@ from engine.calibration import read_text
 from engine.converter import Converter
 from engine.kv_cache import KVCache, kv_bytes_per_block, storage_dtype
 from engine.kv_scales import Extremes, KVScales
+from engine.layers.linear import LinearLayer
+from engine.layers.precision import Kind
 from engine.layout import NoRoom
 from engine.models.decoder import Decoder
-from engine.models.linears import LinearMaker, WeightStore
+from engine.models.linears import LinearMaker, Place, WeightStore
 from engine.models.loader import LoadedModel
 from engine.models.reading import Progress
 from engine.models.spec import ModelSpec
@@ -83,6 +85,7 @@ class ModelRunner:
         self.spec = loaded.spec
         self.device = device
         self.dtype = dtype
+        self.measure = measure  # whether implementations are chosen by measuring
         self.kv: KVCache | None = None
         self._attention = self._backend(attention)
         weights, quantized = loaded.weights, loaded.quantized
@@ -161,6 +164,31 @@ class ModelRunner:
                 torch.cuda.empty_cache()  # the old weights' memory, so that it is seen to be free
             self._linears = self.decoder.table()
             self._traffic = self._model_traffic()
+
+    def check_lighter(self, kind: Kind) -> None:
+        """Raise `NoRoom` with the reason if the model cannot be had in ``kind`` beside itself."""
+        self._converter.check_lighter(kind)
+
+    def lighter_bytes(self, kind: Kind) -> int:
+        """About the bytes that `lighter` takes."""
+        return self._converter.lighter_bytes(kind)
+
+    def lighter(self, kind: Kind, progress: Progress) -> dict[Place, LinearLayer]:
+        """The linear layers, but for the head, in ``kind``: a second set beside those that are in use.
+
+        See `engine.converter.Converter.lighter` for what it raises.
+        """
+        return self._converter.lighter(kind, progress)
+
+    @property
+    def windowed(self) -> ModelSpec:
+        """The model with the attention windows that are in force."""
+        return self._windowed
+
+    @property
+    def padded_ids(self) -> Tensor | None:
+        """Ids that no token belongs to, int64 on the device; None if there are none."""
+        return self._padded
 
     @property
     def kv_dtype(self) -> str:
@@ -273,11 +301,11 @@ class ModelRunner:
         with torch.inference_mode():
             started = time.perf_counter()
             batch = self._builder.build(scheduled)
-            attention = self._attention.plan(batch.rows, kv, self._windowed, self._to_device)
-            positions, slots = self._to_device(batch.positions), self._to_device(batch.slots)
+            attention = self._attention.plan(batch.rows, kv, self._windowed, self.to_device)
+            positions, slots = self.to_device(batch.positions), self.to_device(batch.slots)
             # All rows in order, as when only decoding, need no selection.
             every = len(batch.logit_tokens) == len(batch.ids)
-            wanted = None if every else self._to_device(batch.logit_tokens)
+            wanted = None if every else self.to_device(batch.logit_tokens)
             traffic = self._traffic.step(batch.rows.num_new, batch.rows.num_computed, len(batch.logit_tokens))
             kernels = self._kernels(self._linears.kernels[self._linears.index(len(batch.ids))])
             took = time.perf_counter() - started
@@ -363,7 +391,7 @@ class ModelRunner:
             row.num_computed += row.num_new
 
     def _forward(self, prepared: Prepared, wanted: Tensor | None) -> Tensor:
-        ids = self._to_device(prepared.batch.ids)
+        ids = self.to_device(prepared.batch.ids)
         return self.decoder.forward(
             ids, prepared.positions, prepared.slots, prepared.attention, prepared.kv, wanted
         )
@@ -388,7 +416,7 @@ class ModelRunner:
             self.decoder,
             self._attention,
             spec,
-            self._to_device,
+            self.to_device,
             every_logit=every_logit,
         )
 
@@ -457,7 +485,8 @@ class ModelRunner:
             raise ValueError(reason)
         return get_backend(name)
 
-    def _to_device(self, array: Ints) -> Tensor:
+    def to_device(self, array: Ints) -> Tensor:
+        """An array on the runner's device."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cpu":
             return tensor

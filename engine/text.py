@@ -96,6 +96,23 @@ class Tokenizer:
             )
         return ids
 
+    def difference_to(self, other: Tokenizer, text: str) -> str:
+        """Why an id of the one is not the same id of the other, or "" if all are.
+
+        Vocabularies are compared token by token, and what becomes of ``text``. Names of files, chat templates
+        and which ids end an answer may differ.
+        """
+        if self.sha256 == other.sha256:
+            return ""
+        if self.known_ids != other.known_ids:
+            return f"one has {len(self.known_ids)} tokens, the other {len(other.known_ids)}, or other ids"
+        for i in sorted(self.known_ids):
+            if self._literal[i] != other._literal[i]:
+                return f"id {i} is {self.token_text(i)!r} in one and {other.token_text(i)!r} in the other"
+        if self.encode(text, add_special=False) != other.encode(text, add_special=False):
+            return "they divide the same text differently"
+        return ""
+
     def render_chat(self, messages: Sequence[tuple[str, str]]) -> str:
         """The prompt text of a conversation of (role, content). Raises `TextError`."""
         if self.chat_template is None:

@@ -395,6 +395,8 @@ class EngineState(_Struct, tag="state", frozen=True, kw_only=True):
     weight_bytes: UInt = 0  # of the embedding and the linear layers, in all forms that are held
     weight_dtype: Annotated[str, Meta(max_length=64)] = ""  # their precision, such as "int4 awq, head kept"
     original_bytes: UInt = 0  # memory held only to convert weights from: originals and codes of AWQ
+    draft_weight_bytes: UInt = 0  # held to draft with, beside the model's own
+    draft_kv_bytes: UInt = 0  # keys and values of the model that drafts
     result_n: UInt = 0  # answers in the result cache
     result_bytes: UInt = 0
     result_hits: UInt = 0  # requests answered from it since start

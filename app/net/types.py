@@ -137,6 +137,7 @@ class LaunchSpec:
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
+    draft_model: str | None = None
     knobs: dict[str, KnobValue] = field(default_factory=dict)
     kv_pool_gib: float | None = None
     threads: int | None = None
@@ -149,6 +150,8 @@ class LaunchSpec:
         line += ["--dtype", self.dtype, "--device", self.device]
         if self.load_format != "auto":
             line += ["--load-format", self.load_format]
+        if self.draft_model is not None:
+            line += ["--draft-model", self.draft_model]
         if self.kv_pool_gib is not None:
             line += ["--kv-pool-gib", repr(self.kv_pool_gib)]
         if self.threads is not None:

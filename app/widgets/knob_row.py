@@ -170,7 +170,8 @@ class KnobRow(QWidget):
             self.editor.set_pending(pending)
         else:
             set_state(self.editor, "state", "pending" if pending else "")
-        idle = [other for other, value in self.info.requires.items() if knob_text(values.get(other)) != value]
+        needs = self.info.requires.items()
+        idle = [other for other, value in needs if knob_text(values.get(other)) not in value.split(" or ")]
         text, role = self._status(view, pending, bool(idle))
         self.status.set_full_text(text)
         set_role(self.status, role)

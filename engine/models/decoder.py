@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -89,6 +91,15 @@ class Decoder:
             return
         layer = self.layers[place.layer]
         setattr(layer if place.part in ("qkv", "out") else layer.mlp, place.part, linear)
+
+    def sharing(self, linears: Mapping[Place, LinearLayer]) -> Decoder:
+        """Another decoder with these linear layers, which shares everything else."""
+        out = copy.copy(self)
+        out.finite = out.timer = None
+        out.layers = [replace(layer, mlp=copy.copy(layer.mlp)) for layer in self.layers]
+        for place, linear in linears.items():
+            out.set_linear(place, linear)
+        return out
 
     def forward(
         self,

@@ -10,13 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from engine.plan import ScheduledRequest, StepPlan
 from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.speculation.adaptive import AdaptiveDrafts
 from engine.speculation.base import Draft, Drafter
 from engine.speculation.limits import cut_draft, draft_room, share
+from engine.speculation.model_drafter import ModelDrafter
 from engine.speculation.ngram import NgramDrafter
+from engine.speculation.proposals import DraftFailed
 from engine.step import StepOutput
 from ipc.messages import KnobValue
 
@@ -29,6 +33,9 @@ SAYS_OFF = 32  # steps without drafts after which it is said why
 SAYS_AGAIN = 2048  # steps before the log says again that drafts are off, so that it is not filled
 RATE = 0.1  # how fast the expected costs follow what is measured
 
+DRAFT_ERRORS = (DraftFailed, RuntimeError, ValueError, IndexError, MemoryError)
+"""What may go wrong with drafts, which nothing but drafts depends on."""
+
 NO_BUDGET = "a step's token budget is used up without drafts"
 NOTHING_REPEATS = "nothing that requests wrote lately occurs earlier in their text"
 
@@ -36,15 +43,17 @@ NOTHING_REPEATS = "nothing that requests wrote lately occurs earlier in their te
 class Speculator:
     """Puts drafts into plans. ``vocab_size`` is the target's.
 
-    ``makers`` holds, for each kind of speculation there is, what makes its drafter.
+    ``makers`` holds, for each kind of speculation there is, what makes its drafter from the knob values.
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self.makers: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
-        self.kind = "off"
+        self.makers: dict[str, Callable[[Mapping[str, KnobValue]], Drafter]] = {
+            "ngram": lambda _: NgramDrafter()
+        }
         self.reason = ""
         """Why no drafts are made although they are switched on; "" while they are."""
         self._vocab_size = vocab_size
+        self._made_of: tuple[str, str] = ("off", "")  # the kind, and what else its drafter is made of
         self._drafter: Drafter | None = None
         self._adaptive = AdaptiveDrafts(sequential=False)
         self._is_adaptive = True
@@ -59,17 +68,33 @@ class Speculator:
         self._said_at = -SAYS_AGAIN  # the step in which the log last said why drafts are off
 
     def configure(self, values: Mapping[str, KnobValue]) -> None:
-        """Obey these knob values from the next step on."""
+        """Obey these knob values from the next step on. Raises what making a drafter does; it is off then."""
         kind = str(values["speculation"])
+        made_of = kind, str(values["spec_self_dtype"]) if kind == "self" else ""
         self._most = int(values["spec_tokens"] or 0)
         self._is_adaptive = bool(values["spec_adaptive"])
         self._quiet = self._quiet_steps = self._unlooked = 0
         self._said_at = -SAYS_AGAIN
         self.reason = self._why = ""
-        if kind != self.kind:
-            self.kind = kind
-            self._drafter = None if kind == "off" else self.makers[kind]()
-            self._adaptive = AdaptiveDrafts(sequential=False)
+        if made_of != self._made_of:
+            self.stop()
+            self._drafter = None if kind == "off" else self.makers[kind](values)
+            self._made_of = made_of
+            self._adaptive = AdaptiveDrafts(sequential=self._drafter is not None and self._drafter.sequential)
+        if isinstance(self._drafter, ModelDrafter):
+            self._drafter.drawn = values["spec_sampling"] == "rejection"
+
+    def stop(self) -> None:
+        """Make no drafts until `configure` is called again, and give up what making them takes."""
+        if isinstance(self._drafter, ModelDrafter):
+            self._drafter.close()
+        self._made_of = ("off", "")
+        self._drafter = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of drafts that are made, "off" for none."""
+        return self._made_of[0]
 
     @property
     def wants_next(self) -> bool:
@@ -97,13 +122,16 @@ class Speculator:
             return 0
         began = clock_ns()
         rows = _decoding(plan)
-        drafts = self._propose(rows, self._drafter, budget)
-        drafts = self._choose(rows, drafts, plan)
-        self._put(rows, drafts, plan, scheduler)
+        if self._drafter.sequential:
+            longest = self._make(rows, self._drafter, budget, plan, scheduler)
+        else:
+            longest = 1
+            drafts = self._propose(rows, self._drafter, budget)
+            self._put(rows, self._choose(rows, drafts, plan), plan, scheduler)
         took_ns = clock_ns() - began
         self._look_s += RATE * (took_ns / 1e9 - self._look_s)
-        if self._is_adaptive:
-            self._adaptive.observe_drafting(1, took_ns / 1e9)
+        if self._is_adaptive and longest:
+            self._adaptive.observe_drafting(longest, took_ns / 1e9)
         return took_ns
 
     def pass_over(self, plan: StepPlan) -> None:
@@ -151,6 +179,64 @@ class Speculator:
         ]
         counts = share([len(draft) for draft in drafts], budget)
         return [draft.first(count) for draft, count in zip(drafts, counts, strict=True)]
+
+    def _make(
+        self,
+        rows: Sequence[ScheduledRequest],
+        drafter: Drafter,
+        budget: int,
+        plan: StepPlan,
+        scheduler: Scheduler,
+    ) -> int:
+        """Let drafts be made that cost time for each token: as many as are expected to pay, and no more.
+
+        Returns the rounds that it took, 0 where the time says nothing about a round.
+        """
+        counts = self._counts(rows, share([self._room(row.request) for row in rows], budget), plan)
+        asked = [(row, count) for row, count in zip(rows, counts, strict=True) if count]
+        wanted = [(row.request, row.request.num_tokens + count) for row, count in asked]
+        rooms = [
+            min(count, draft_room(row.request.num_tokens, row.request.max_total, covered))
+            for (row, count), covered in zip(asked, scheduler.lend(wanted), strict=True)
+        ]
+        if not any(rooms):
+            return 0
+        try:
+            drafts = drafter.propose([row.request for row, _ in asked], rooms)
+        except DRAFT_ERRORS as error:
+            if isinstance(error, torch.AcceleratorError):  # every later step would fail too
+                raise
+            self._give_up(error)
+            return 0
+        for (row, _), draft, room in zip(asked, drafts, rooms, strict=True):
+            row.draft = cut_draft(draft, room, row.request.stop_ids, self._vocab_size)
+            plan.draft_tokens += len(row.draft)
+            plan.draft_requests += bool(row.draft)
+        caught_up = drafter.caught_up if isinstance(drafter, ModelDrafter) else 0
+        return 0 if caught_up else max(map(len, drafts))
+
+    def _counts(
+        self, rows: Sequence[ScheduledRequest], rooms: Sequence[int], plan: StepPlan
+    ) -> Sequence[int]:
+        """How many tokens to draft for each, before any is drafted."""
+        rids = [row.request.rid for row in rows]
+        if not self._is_adaptive:
+            self._note_drafting()
+            return rooms
+        choice = self._adaptive.choose(rids, rooms, plan.num_tokens - len(rows))
+        if choice.reason:
+            self._note_quiet(choice.reason)
+        else:
+            self._note_drafting()
+        return choice.k
+
+    def _give_up(self, error: Exception) -> None:
+        """A drafter failed: requests go on without drafts until the configuration changes."""
+        kind = self.kind
+        self.stop()
+        what = str(error) or type(error).__name__
+        self.reason = f"speculation={kind} was given up because drafting failed: {what}"
+        log.error("%s; switch it off and on to try again", self.reason, exc_info=error)
 
     def _room(self, request: Request) -> int:
         return min(self._most, draft_room(request.num_tokens, request.max_total, request.max_total))

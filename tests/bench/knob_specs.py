@@ -271,6 +271,27 @@ SPECS: tuple[Spec, ...] = (
         otherwise="That it costs nothing that can be seen is what it should do.",
     ),
     Spec(
+        knob="speculation",
+        called="speculation-by-itself",
+        off="off",
+        on="self",
+        workload=w.free_prose,
+        figures=(f.tpot(), f.OUT_TOK_S, f.ACCEPTANCE, f.DRAFT_LENGTH),
+        expected="A copy of the weights in four bits is read in a quarter of the time, and mostly agrees.",
+        otherwise="Where the copy is hardly faster than the model, or a step of several tokens takes several "
+        "times that of one, drafts are given up.",
+    ),
+    Spec(
+        knob="spec_self_dtype",
+        off="int8",
+        on="int4",
+        base={"speculation": "self", "spec_adaptive": False},
+        workload=w.free_prose,
+        figures=(f.tpot(), f.ACCEPTANCE, f.DRAFT_LENGTH),
+        expected="Four bits are read in half the time of eight.",
+        otherwise="What is read faster is accepted less often.",
+    ),
+    Spec(
         knob="spec_tokens",
         off=4,
         on=8,
@@ -338,6 +359,8 @@ NOT_MEASURED: Mapping[str, str] = {
     "kv_pool_gib": "a size, which the entries of the other memory knobs set",
     "int4_method": "how 4-bit codes are found, not how they are computed with; what it does to the model's "
     "predictions is in `tests/engine/precision/test_quality.py`",
+    "spec_sampling": "a choice between the same text and more accepted drafts, and none for greedy ones; "
+    "that both keep the distribution is in `tests/engine/test_draft_models.py`",
     "swap_space_gib": "a size, without effect of its own beside preemption",
 }
 

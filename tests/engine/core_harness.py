@@ -116,6 +116,7 @@ class Engine:
         max_model_len: int | None = None,
         stall_after_s: float = 3.0,
         drafter: Drafter | None = None,
+        draft_model: Path | None = None,
         **knobs: KnobValue,
     ) -> None:
         """``drafter`` takes the place of the one that ``speculation=ngram`` makes."""
@@ -123,17 +124,19 @@ class Engine:
         self.loaded = loaded
         config = EngineConfig(
             model=Path(loaded.info.path),
+            draft_model=draft_model,
             kv_pool_bytes=pool_tokens * loaded.spec.kv_bytes_per_token(loaded.weights["embed"].dtype),
             max_model_len=max_model_len,
             check=True,
             stall_after_s=stall_after_s,
             knobs=knobs,
         )
+        context = KnobContext(draft_model="" if draft_model is None else str(draft_model))
         clock: dict[str, Any] = {} if clock_ns is None else {"clock_ns": clock_ns}
-        self.core = EngineCore(loaded, config, KnobStore(KnobContext(), knobs), self.heard.sink, **clock)
+        self.core = EngineCore(loaded, config, KnobStore(context, knobs), self.heard.sink, **clock)
         if drafter is not None:
             speculator, values = self.core.speculator, self.core.knobs.values
-            speculator.makers["ngram"] = lambda: drafter
+            speculator.makers["ngram"] = lambda _: drafter
             speculator.configure({**values, "speculation": "off"})
             speculator.configure(values)
 

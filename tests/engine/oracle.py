@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,11 @@ def told(expected: Expected) -> Told:
     """A drafter that is right about two tokens of three, and wrong about what nobody told it."""
     answers = [prompt + ids for prompt, ids in zip(expected.prompts, expected.ids, strict=True)]
     return Told(answers, expected.loaded.spec.vocab_size, mistakes=0.3, silent=0.1)
+
+
+def draft_model(architecture: str) -> Path:
+    """A model that agrees with the tiny one of this architecture, and for a while with its window."""
+    return tiny_folder(architecture, **CHANGES.get(architecture, {}))
 
 
 @functools.cache

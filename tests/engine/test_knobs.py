@@ -20,7 +20,7 @@ LIVE = {
     "attention", "batch_wait_ms", "preemption", "swap_space_gib", "overlap", "kv_dtype", "kv_host_gib",
     "sliding_window", "batched_tokenize", "batched_detokenize", "result_cache", "forward_timing",
     "weight_dtype", "int4_method", "high_precision",
-    "speculation", "spec_tokens", "spec_adaptive",
+    "speculation", "spec_tokens", "spec_adaptive", "spec_self_dtype", "spec_sampling",
 }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def test_what_is_not_built_says_so() -> None:
     assert {i for i, info in infos.items() if info.available} == LIVE
     assert {info.reason for info in infos.values() if not info.available} == {NOT_BUILT}
     assert infos["attention"].choice_reasons == {"paged": NOT_BUILT, "flash_attn": NOT_BUILT}
-    assert infos["speculation"].choice_reasons == {"draft": NOT_BUILT, "self": NOT_BUILT}
+    assert infos["speculation"].choice_reasons == {"draft": "the engine was started without --draft-model"}
 
 
 def test_the_registry_passes_the_protocol() -> None:

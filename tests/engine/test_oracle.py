@@ -17,7 +17,7 @@ import pytest
 from engine.knobs import KNOBS
 from ipc.messages import KnobValue, Sampling
 from tests.engine.core_harness import Engine
-from tests.engine.oracle import MODELS, NEW_TOKENS, Expected, demo, tiny, told
+from tests.engine.oracle import MODELS, NEW_TOKENS, Expected, demo, draft_model, tiny, told
 
 # --- combinations --------------------------------------------------------------------------------
 
@@ -37,14 +37,14 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "batch_wait_ms": (0.0, 3.0),
     "policy": ("fcfs", "priority"),
     "overlap": (False, True),
-    "speculation": ("off", "fixed", "adaptive"),
+    "speculation": ("off", "fixed", "adaptive", "draft", "self"),
     "batched_detokenize": (False, True),
     "result_cache": (False, True),
     "disturb": ("nothing", "cancels", "stop strings"),
 }
 
 
-def covering_array(seed: int = 5) -> Iterator[dict[str, Any]]:
+def covering_array(seed: int = 9) -> Iterator[dict[str, Any]]:
     """Rows such that every pair of values of two features is in one of them."""
     rng = random.Random(seed)
     names = list(FEATURES)
@@ -83,7 +83,9 @@ def engine_for(expected: Expected, row: dict[str, Any], **knobs: Any) -> Engine:
         batched_detokenize=row["batched_detokenize"],
         result_cache=row["result_cache"],
         drafter=told(expected),
-        speculation="off" if row["speculation"] == "off" else "ngram",
+        draft_model=draft_model(row["model"]) if row["speculation"] == "draft" else None,
+        speculation={"fixed": "ngram", "adaptive": "ngram"}.get(row["speculation"], row["speculation"]),
+        spec_self_dtype="int8",
         spec_adaptive=row["speculation"] == "adaptive",
         **{name: row[name] for name in plain},
         **knobs,
@@ -125,11 +127,12 @@ def happened(engine: Engine, row: dict[str, Any], last: Sequence[int], others: S
     if computed_twice and row["host"] and row["block_size"] < 128:
         assert sum(step.host_hit_tok for step in steps) > 0
         assert sum(end.host_hit_tok for end in ends) == sum(step.host_hit_tok for step in steps)
-    if row["speculation"] == "fixed":
+    if row["speculation"] in ("fixed", "draft", "self"):
         drafted, accepted = (
             sum(getattr(step, f"{kind}_tok") for step in steps) for kind in ("drafted", "accepted")
         )
-        assert 0 < accepted < drafted
+        assert 0 < accepted <= drafted
+        assert accepted < drafted or row["speculation"] == "draft"
     elif row["speculation"] == "off":
         assert {(step.draft_us, step.drafted_tok) for step in steps} == {(0, 0)}
     if row["overlap"] and row["speculation"] != "off":
@@ -227,6 +230,7 @@ FLIPS: list[tuple[str, KnobValue, KnobValue]] = [
     ("speculation", "off", "ngram"),
     ("spec_tokens", 4, 1),
     ("spec_adaptive", False, True),
+    ("spec_self_dtype", "int8", "int4"),
     ("policy", "fcfs", "priority"),
     ("priority_ageing_s", 2.0, 0.01),
     ("max_num_queued", 4096, 100),
@@ -242,6 +246,7 @@ BESIDE: dict[str, dict[str, KnobValue]] = {
     "speculation": {"spec_adaptive": False},
     "spec_tokens": {"speculation": "ngram", "spec_adaptive": False},
     "spec_adaptive": {"speculation": "ngram"},
+    "spec_self_dtype": {"speculation": "self", "spec_adaptive": False},
 }
 
 

@@ -233,6 +233,7 @@ def test_a_taken_port_and_a_taken_name_are_said_clearly(tmp_path: Path) -> None:
     [
         ([], "--model"),
         (["--model", "/no/such/model"], "/no/such/model"),
+        (["--model", "/", "--draft-model", "/no/such/draft"], "--draft-model /no/such/draft"),
         (["--model", "/", "--ctl", "tcp://*:5000"], "tcp://*:5000"),
         (["--model", "/", "--ctl", "tcp://0.0.0.0:5000"], "0.0.0.0"),
         (["--model", "/", "--ctl", "tcp://192.0.2.1:5000"], "192.0.2.1"),

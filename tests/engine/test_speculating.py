@@ -495,7 +495,7 @@ def test_the_engine_says_why_it_drafts_nothing_once(
     assert engine.core.state().speculation == NOTHING_REPEATS
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"Speculation makes no drafts for now: {NOTHING_REPEATS}."]
-    engine.core.speculator.makers["ngram"] = lambda: drafter
+    engine.core.speculator.makers["ngram"] = lambda _: drafter
     engine.set(speculation="off")
     engine.run()
     assert engine.core.state().speculation == ""

@@ -44,6 +44,9 @@ def test_a_working_directory_cannot_stand_in_for_the_engine(tmp_path: Path) -> N
     argv = spec.argv("python3")
     assert argv[:4] == ["python3", "-P", "-m", "engine"]
     assert "/m; touch x" in argv  # one argument: no shell ever reads it
+    assert "--draft-model" not in argv
+    with_draft = LaunchSpec(model="/m", draft_model="/small; rm x").argv("python3")
+    assert with_draft[with_draft.index("--draft-model") + 1] == "/small; rm x"
     assert [a for a in argv if "=" in a] == ["none=none", "prefix_cache=false", "share=0.5"]
 
 
