@@ -158,10 +158,9 @@ class BaselinesPanel(QWidget):
             tr("Save baseline…"),
             self.save_asked.emit,
         )
-        self._stack = QStackedLayout()
+        self._stack = QStackedLayout(self)
         self._stack.addWidget(self.empty)
         self._stack.addWidget(page)
-        self.setLayout(self._stack)
         console.baselines_changed.connect(self.reload)
         self.dialog: CompareDialog | None = None
         self.reload()

@@ -68,9 +68,9 @@ class Legend(QWidget):
             swatch = Swatch(STATE_TOKENS[state])
             entry.setLayout(row(swatch, label(tr_later(name), "small"), self.counts[state], None, spacing=4))
             set_tip(entry, tr_later(tip))
-            entry.setVisible(state not in optional)
             self._entries[state] = entry
             grid.addWidget(entry, i // columns, i % columns)
+            entry.setVisible(state not in optional)
 
     def show_counts(self, counts: Sequence[int]) -> None:
         """Blocks by state."""
@@ -116,10 +116,9 @@ class KvMapPanel(QWidget):
         self.empty = EmptyState(
             tr("No KV blocks yet"), tr("The map appears as soon as the engine has loaded its model.")
         )
-        self._stack = QStackedLayout()
+        self._stack = QStackedLayout(self)
         self._stack.addWidget(self.empty)
         self._stack.addWidget(page)
-        self.setLayout(self._stack)
         console.selected.connect(self._on_selected)
 
     def _figures(self) -> QGridLayout:

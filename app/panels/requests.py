@@ -52,10 +52,9 @@ class RequestsPanel(QWidget):
         )
         page = QWidget()
         page.setLayout(column(self.filter, self.table, spacing=0))
-        self._stack = QStackedLayout()
+        self._stack = QStackedLayout(self)
         self._stack.addWidget(self.empty)
         self._stack.addWidget(page)
-        self.setLayout(self._stack)
         console.selected.connect(self._on_selected)
 
     def _shape_table(self) -> None:

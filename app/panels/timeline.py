@@ -120,10 +120,9 @@ class TimelinePanel(QWidget):
             tr("Start load"),
             self.load_asked.emit,
         )
-        self._stack = QStackedLayout()
+        self._stack = QStackedLayout(self)
         self._stack.addWidget(self.empty)
         self._stack.addWidget(self.chart)
-        self.setLayout(self._stack)
         self._console.selected.connect(self._on_selected)
 
     def showEvent(self, event: QShowEvent) -> None:
