@@ -10,7 +10,7 @@ from app import theme
 from app.i18n import N_, knob_title, tr, tr_engine, tr_later
 from app.knob_text import value_text
 from app.store.records import BaselineSummary, Comparison, ConfigDiff, MetricDelta
-from app.units import NONE, Quantity, bandwidth, change, count, percent, rate, seconds, significant
+from app.units import NONE, Quantity, bandwidth, change, count, data, percent, rate, seconds, significant
 from app.widgets.basic import button, column, label, row
 from ipc.messages import KnobValue
 
@@ -25,6 +25,15 @@ METRIC_NAMES = {
     "prompt_tok_s": N_("Prompt"),
     "request_rate_rps": N_("Request rate"),
     "error_share": N_("Failed requests"),
+    "draft_acceptance": N_("Drafts accepted"),
+    "draft_length": N_("Tokens a step with a draft"),
+    "draft_mean_s": N_("Drafting, a step"),
+    "verify_mean_s": N_("Verifying, a step"),
+    "weight_bytes": N_("Weights"),
+    "original_bytes": N_("Weights to convert from"),
+    "draft_weight_bytes": N_("Draft weights"),
+    "draft_kv_bytes": N_("Draft KV"),
+    "kv_pool_bytes": N_("KV pool"),
     "requests": N_("Requests"),
     "duration_s": N_("Duration"),
 }
@@ -150,6 +159,8 @@ def quantity(value: float | None, unit: str) -> Quantity:
         return seconds(value)
     if unit in ("tok/s", "req/s"):
         return rate(value, unit)
+    if unit == "B":
+        return data(value)
     if unit == "B/s":
         return bandwidth(value)
     if unit in ("share", "1", "ratio"):

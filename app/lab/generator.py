@@ -211,6 +211,9 @@ class Generator:
                 rev_first=row.rev_first,
                 rev_last=row.rev_last,
                 result_cached=row.result_cached,
+                drafts_n=row.drafts_n,
+                drafted_tok=row.drafted_tok,
+                accepted_tok=row.accepted_tok,
             )
         )
 

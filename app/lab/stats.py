@@ -54,6 +54,9 @@ class LoadRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rev_first: int | None = None
     rev_last: int | None = None
     result_cached: bool = False  # answered from the engine's result cache
+    drafts_n: int = 0  # steps with a draft; each brought one token more than it had accepted
+    drafted_tok: int = 0
+    accepted_tok: int = 0
 
     @property
     def good(self) -> bool:
@@ -153,6 +156,9 @@ def row_of_engine(row: RequestRow) -> LoadRow:
         rev_first=row.rev_first,
         rev_last=row.rev_last,
         result_cached=row.result_cached,
+        drafts_n=row.drafts_n,
+        drafted_tok=row.drafted_tok,
+        accepted_tok=row.accepted_tok,
     )
 
 

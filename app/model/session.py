@@ -12,7 +12,7 @@ from collections import deque
 
 import numpy as np
 
-from app.model.drafts import DraftBook, DraftFigures
+from app.model.drafts import DraftBook, DraftFigures, draft_stats
 from app.model.figures import (
     NO_DRAFTS,
     Figure,
@@ -31,6 +31,7 @@ from app.model.figures import (
     step_stats,
 )
 from app.model.holes import Holes
+from app.model.memory import KernelBook, MemoryBook, Ran, memory_stats
 from app.model.requests import Key, RequestBook, RequestView
 from app.model.seats import Bars, SeatBook
 from app.model.series import BinTable, Ring, percentiles
@@ -100,6 +101,8 @@ class SessionModel:
         self._book = RequestBook()
         self._seats = SeatBook()
         self._drafts = DraftBook()
+        self._memory = MemoryBook()
+        self._kernels = KernelBook()
         self._configs: dict[int, dict[str, KnobValue]] = {}  # by revision, of the present engine
         self._steps = Ring(STEP_COLUMNS, 131_072)
         self._timeline = Timeline(history_s)
@@ -132,6 +135,8 @@ class SessionModel:
         if batch.new_session:
             self._new_engine(batch.now_s)
         self.state = batch.state or self.state
+        if batch.state is not None:
+            self._memory.take(batch.state, batch.now_s)
         self.cfg = batch.cfg or self.cfg
         self.model = batch.model or self.model
         self.device = batch.device or self.device
@@ -165,6 +170,7 @@ class SessionModel:
         self._seats.engine_ended()
         self._last_step = None
         self._holes.clear()
+        self._kernels = KernelBook()
         self._configs.clear()
         self.blocks = self.state = self.cfg = None
         if self._session_starts:
@@ -209,6 +215,7 @@ class SessionModel:
             self._last_step, self._last_end_s = row.step, t_s + row.dur_us * 1e-6
             new.append(values)
             self._drafts.take(row, t_s)
+            self._kernels.take(row)
         if rows:
             self.attention, self.kernels = rows[-1].attention, rows[-1].kernels
         if new:
@@ -322,6 +329,10 @@ class SessionModel:
         """How drafts did in the last ``window_s`` seconds; None where there were none."""
         return self._drafts.figures(self.now_s - self.window_s)
 
+    def ran(self) -> list[Ran]:
+        """What the linear layers ran under the present configuration; empty while no step has."""
+        return [] if self.state is None else self._kernels.ran(self.state.cfg_rev)
+
     def bars(self, t0_s: float, t1_s: float) -> Bars:
         """Who sat where and when, for the timeline of requests."""
         return self._seats.bars(t0_s, t1_s)
@@ -382,7 +393,9 @@ class SessionModel:
         block_size = self.state.block_size if self.state is not None else 0
         end_s = self.now_s if t1_s is None else t1_s
         window = StepWindow(self._steps, t0_s, t1_s)
-        return step_stats(window, end_s - t0_s, self.device, block_size)
+        stats = step_stats(window, end_s - t0_s, self.device, block_size)
+        drafts = self._drafts.figures(t0_s, t1_s)
+        return stats | draft_stats(drafts) | memory_stats(self._memory.at(end_s))
 
     def live_window(self, span_s: float | None = None, newest: int | None = None) -> LiveWindow:
         """Raw rows of the last ``span_s`` (else ``window_s``) seconds, or of the ``newest`` that ended."""

@@ -145,6 +145,8 @@ def write(content: bytes, out: Path) -> Path:
 
 _CSV_SKIPPED = ("itl_us",)
 _CSV_DERIVED = ("ttft_s", "tpot_s", "e2e_s", "queue_s", "lag_s")
+# Of the whole run, the same in each row, so that files of several runs can be put together.
+_CSV_RUN = ("weight_bytes", "original_bytes", "draft_weight_bytes", "draft_acceptance", "draft_length")
 
 
 def cell(value: object) -> str:
@@ -175,13 +177,14 @@ def rows_of(data: BaselineData) -> list[LoadRow]:
 
 
 def csv_of(made: Baseline) -> bytes:
-    """One row a request (RFC 4180, UTF-8): the raw fields, then the derived latencies in seconds."""
+    """One row a request (RFC 4180, UTF-8): raw fields, derived latencies in seconds, figures of the run."""
     fields = [name for name in LoadRow.__struct_fields__ if name not in _CSV_SKIPPED]
     text = io.StringIO(newline="")
     out = csv.writer(text, lineterminator="\r\n")
-    out.writerow([*fields, *_CSV_DERIVED])
+    run = [cell(made.data.step_stats.get(name)) for name in _CSV_RUN]
+    out.writerow([*fields, *_CSV_DERIVED, *(f"run_{name}" for name in _CSV_RUN)])
     for row in rows_of(made.data):
-        out.writerow([cell(getattr(row, name)) for name in (*fields, *_CSV_DERIVED)])
+        out.writerow([*(cell(getattr(row, name)) for name in (*fields, *_CSV_DERIVED)), *run])
     return text.getvalue().encode()
 
 
@@ -204,7 +207,10 @@ def _table(head: list[str], rows: list[list[object]]) -> list[str]:
 
 
 def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
+    if value is None:
+        return ""
+    # Bytes and tokens are whole numbers, which no power of ten makes easier to read.
+    return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
 def markdown(made: Baseline) -> str:

@@ -15,6 +15,12 @@ from app.store.records import Baseline, BaselineSummary, Comparison, ConfigDiff,
 from ipc.messages import KnobValue
 
 FEW_REQUESTS = 30
+# Figures of the steps that are compared, where either side has them: unit, and whether more is better.
+_OF_STEPS: dict[str, tuple[str, bool]] = {
+    "draft_acceptance": ("share", True), "draft_length": ("tokens", True), "draft_mean_s": ("s", False),
+    "verify_mean_s": ("s", False), "weight_bytes": ("B", False), "original_bytes": ("B", False),
+    "draft_weight_bytes": ("B", False), "draft_kv_bytes": ("B", False), "kv_pool_bytes": ("B", False),
+}  # fmt: skip
 _HIGHER_IS_BETTER = ("request_rate_rps", "output_tok_s", "prompt_tok_s", "cached_share")
 
 
@@ -70,6 +76,12 @@ def _metrics(a: Baseline, b: Baseline) -> list[MetricDelta]:
     shares = (a.data.stats.error_share, b.data.stats.error_share)
     ended = (a.data.stats.requests, b.data.stats.requests)
     deltas.append(_delta("error_share", "", shares, ended, higher=False))
+    left_steps, right_steps = a.data.step_stats, b.data.step_stats
+    n = (int(left_steps.get("steps") or 0), int(right_steps.get("steps") or 0))
+    for name, (unit, higher) in _OF_STEPS.items():
+        values = (left_steps.get(name), right_steps.get(name))
+        if any(values):  # what neither has, or neither takes, is no difference
+            deltas.append(_delta(name, unit, values, n, higher=higher))
     return deltas
 
 

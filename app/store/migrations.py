@@ -28,6 +28,7 @@ def run_script(connection: sqlite3.Connection, script: str) -> None:
 STEPS: Sequence[Step] = (
     lambda connection: run_script(connection, schema.V1),
     lambda connection: run_script(connection, schema.V2),
+    lambda connection: run_script(connection, schema.V3),
 )
 
 

@@ -11,7 +11,7 @@ from app.lab.stats import LoadRow, RunStats
 from ipc.messages import DeviceInfo, EngineInfo, KnobValue, ModelInfo, RequestRow
 
 BUNDLE_FORMAT = "decodeck-baseline"
-BUNDLE_VERSION = 2
+BUNDLE_VERSION = 3
 ExportFormat = Literal["json", "csv", "md"]
 
 

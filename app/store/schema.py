@@ -6,7 +6,7 @@ A request row is what was measured, field by field as the protocol or the genera
 
 from __future__ import annotations
 
-VERSION = 2
+VERSION = 3
 
 V1 = """
 CREATE TABLE baseline (
@@ -72,5 +72,31 @@ CREATE VIEW request_view AS
         json_extract(row, '$.prepare_us') AS prepare_us, json_extract(row, '$.copy_us') AS copy_us,
         json_extract(row, '$.forward_us') AS forward_us, json_extract(row, '$.sample_us') AS sample_us,
         json_extract(row, '$.detokenize_us') AS detokenize_us, json_extract(row, '$.send_us') AS send_us
+    FROM request;
+"""
+
+# Rows of version 3 may tell of drafts.
+V3 = """
+DROP VIEW request_view;
+CREATE VIEW request_view AS
+    SELECT baseline_id, kind, idx,
+        json_extract(row, '$.rid') AS rid, json_extract(row, '$.tag') AS tag,
+        json_extract(row, '$.prompt_tok') AS prompt_tok, json_extract(row, '$.cached_tok') AS cached_tok,
+        json_extract(row, '$.output_tok') AS output_tok, json_extract(row, '$.finish') AS finish,
+        coalesce(json_extract(row, '$.intended_ns'), json_extract(row, '$.arrive_ns')) AS start_ns,
+        json_extract(row, '$.first_ns') AS first_ns, json_extract(row, '$.last_ns') AS last_ns,
+        json_extract(row, '$.end_ns') AS end_ns,
+        coalesce(json_extract(row, '$.result_cached'), 0) AS result_cached,
+        coalesce(json_extract(row, '$.preempt_n'), 0) AS preempt_n,
+        coalesce(json_extract(row, '$.swap_n'), 0) AS swap_n,
+        coalesce(json_extract(row, '$.lost_tok'), 0) AS lost_tok,
+        coalesce(json_extract(row, '$.recompute_us'), 0) AS recompute_us,
+        json_extract(row, '$.tokenize_us') AS tokenize_us, json_extract(row, '$.plan_us') AS plan_us,
+        json_extract(row, '$.prepare_us') AS prepare_us, json_extract(row, '$.copy_us') AS copy_us,
+        json_extract(row, '$.forward_us') AS forward_us, json_extract(row, '$.sample_us') AS sample_us,
+        json_extract(row, '$.detokenize_us') AS detokenize_us, json_extract(row, '$.send_us') AS send_us,
+        coalesce(json_extract(row, '$.drafts_n'), 0) AS drafts_n,
+        coalesce(json_extract(row, '$.drafted_tok'), 0) AS drafted_tok,
+        coalesce(json_extract(row, '$.accepted_tok'), 0) AS accepted_tok
     FROM request;
 """

@@ -86,7 +86,7 @@ def test_any_values_survive_the_trip(
     ("spoil", "said"),
     [
         (lambda raw: raw.replace(b'"first"', b'"worst"'), "changed after its export"),
-        (lambda raw: raw.replace(b'"version": 2', b'"version": 3'), "version 3"),
+        (lambda raw: raw.replace(b'"version": 3', b'"version": 4'), "version 4"),
         (lambda raw: raw.replace(b"decodeck-baseline", b"something-else"), "not a bundle"),
         (lambda raw: raw[: len(raw) // 2], "not a bundle"),
         (lambda raw: b"[" * 5000, "not a bundle"),
@@ -113,7 +113,8 @@ def test_a_bundle_of_version_1_is_read_and_its_checksum_still_holds(tmp_path: Pa
     new = made(requests=[], load_rows=rows, source="load", stats=summarize(rows))
     items = msgspec.to_builtins([{"id": new.id, "created_unix_ms": new.created_unix_ms, "data": new.data}])
     for row in items[0]["data"]["load_rows"]:
-        del row["result_cached"]
+        for later in ("result_cached", "drafts_n", "drafted_tok", "accepted_tok"):
+            del row[later]
     del items[0]["data"]["stats"]["result_cached"]
     digest = hashlib.sha256(msgspec.json.encode(items, order="sorted")).hexdigest()
     old = {"format": "decodeck-baseline", "version": 1, "sha256": digest, "baselines": items}
@@ -144,6 +145,20 @@ def test_csv_has_a_row_a_request_and_raw_and_derived_columns() -> None:
     assert float(rows[3]["ttft_s"]) == pytest.approx(0.050)
     assert rows[0]["tpot_s"] == ""  # one token: undefined, not 0
     assert rows[0]["rid"] == "1"
+
+
+def test_drafts_and_weights_are_in_every_form_of_export() -> None:
+    row = request_row(1, 100.0, drafts_n=4, drafted_tok=12, accepted_tok=9)
+    stats = {"weight_bytes": 276_000_000, "draft_acceptance": 0.75, "draft_length": 3.25}
+    exported = made(requests=[row], step_stats=stats)
+    (line,) = csv.DictReader(io.StringIO(bundle.csv_of(exported).decode(), newline=""))
+    assert (line["drafts_n"], line["drafted_tok"], line["accepted_tok"]) == ("4", "12", "9")
+    assert (line["run_weight_bytes"], line["run_draft_acceptance"]) == ("276000000", "0.75")
+    assert line["run_draft_weight_bytes"] == "", "unknown is empty, not 0"
+    page = bundle.markdown(exported)
+    assert "| weight_bytes | 276000000 |" in page
+    assert "| draft_acceptance | 0.75 |" in page
+    assert b'"weight_bytes": 276000000' in bundle.render(exported, "json")
 
 
 @pytest.mark.parametrize(

@@ -320,8 +320,9 @@ def test_a_file_of_version_1_is_brought_up_to_date_and_read(path: Path) -> None:
     for table in ("baseline", "setting", "request"):
         for row in new.db[table].rows:
             for name in {"row", "head"} & row.keys():
-                row[name] = re.sub(r',"result_cached":(false|0)', "", row[name])
-                assert "result_cached" not in row[name]
+                later = "result_cached|drafts_n|drafted_tok|accepted_tok"
+                row[name] = re.sub(rf',"({later})":(false|0)', "", row[name])
+                assert not re.search(later, row[name])
             marks = ", ".join("?" * len(row))
             connection.execute(f"INSERT INTO {table} VALUES ({marks})", list(row.values()))
     connection.close()
@@ -330,8 +331,8 @@ def test_a_file_of_version_1_is_brought_up_to_date_and_read(path: Path) -> None:
     found = store.get(made).data
     assert (found.load_rows, found.stats) == (rows, data.stats)
     look = sqlite3.connect(path)  # the store itself trusts no view
-    view = look.execute("SELECT result_cached, preempt_n, forward_us FROM request_view").fetchall()
-    assert view == [(0, 0, None)] * 4
+    view = look.execute("SELECT result_cached, preempt_n, forward_us, drafted_tok FROM request_view")
+    assert view.fetchall() == [(0, 0, None, 0)] * 4
 
 
 def test_a_migration_that_fails_leaves_the_file_as_it_was(path: Path) -> None:
@@ -390,3 +391,20 @@ def test_a_baseline_compared_with_itself_differs_in_nothing(path: Path) -> None:
     assert (found.config, found.identity) == ([], [])
     assert all(m.better is None for m in found.metrics)
     assert all(m.delta in (None, 0.0) for m in found.metrics)
+
+
+def test_a_comparison_tells_of_drafts_and_of_the_memory_where_either_side_has_any(path: Path) -> None:
+    store = Store(path)
+    steps = {"steps": 50, "weight_bytes": 770, "original_bytes": 0, "draft_acceptance": None}
+    a = store.save_baseline(baseline("as loaded", step_stats=steps))
+    drafted = {"weight_bytes": 264, "original_bytes": 202, "draft_acceptance": 0.6, "draft_length": 2.5}
+    b = store.save_baseline(baseline("int8", step_stats={**steps, **drafted}))
+    found = {m.name: m for m in store.compare(a, b).metrics}
+    weights, accepted = found["weight_bytes"], found["draft_acceptance"]
+    assert (weights.unit, weights.a, weights.b, weights.better, weights.n_a) == ("B", 770, 264, "b", 50)
+    assert (accepted.unit, accepted.a, accepted.b, accepted.better) == ("share", None, 0.6, None)
+    assert found["original_bytes"].better == "a"
+    assert "draft_weight_bytes" not in found, "neither holds any"
+    assert "weight_bytes" not in {
+        m.name for m in store.compare(*[store.save_baseline(baseline())] * 2).metrics
+    }
