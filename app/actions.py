@@ -68,6 +68,7 @@ ACTIONS: tuple[ActionSpec, ...] = (
     ActionSpec(
         "open_model_folder", "engine", N_("Open a model folder…"), "open_model_folder", "Ctrl+Shift+O"
     ),
+    ActionSpec("draft_model", "engine", N_("Draft model…"), "choose_draft_model", "Ctrl+Shift+M"),
     ActionSpec("attach", "engine", N_("Attach to a running engine…"), "attach", "Ctrl+Shift+A"),
     ActionSpec(
         "restart_engine",

@@ -104,6 +104,11 @@ class Console(QObject):
             for knob, value in patch.items()
         )
 
+    def pending_text(self) -> str:
+        """What this console asked for and the engine has not applied yet, in words."""
+        views = self.knobs.views()
+        return self.patch_text({v.info.id: v.desired for v in views if v.status is KnobStatus.PENDING})
+
     def _tell_refusals(self) -> None:
         refused = {v.info.id: v.reason for v in self.knobs.views() if v.status is KnobStatus.REFUSED}
         for knob, reason in refused.items():
@@ -149,6 +154,32 @@ class Console(QObject):
     def restart(self) -> None:
         """Start the engine again with the configuration that it last ran with."""
         self.link.restart()
+
+    @property
+    def draft_model(self) -> str | None:
+        """The draft model that this console starts its engine with; None for none, or another's engine."""
+        spec = self.launch_spec
+        return spec.draft_model if spec is not None and self.session.link.can_restart else None
+
+    def choose_draft_model(self, path: str | None, switch_on: bool = False) -> None:
+        """Start the engine anew with a draft model, or with none, and with the configuration that it has.
+
+        ``switch_on``: draft with it from the start.
+        """
+        if self.launch_spec is None or not self.session.link.can_restart:
+            text = tr("The engine was started elsewhere, so its draft model can only be chosen there.")
+            self.noticed.emit(Notice("warning", text))
+            return
+        self.stop_load(drain=False)
+        self.launch_spec = replace(self.launch_spec, draft_model=path)
+        if path is not None:
+            self.settings.draft_model = path
+        # What a ready engine has is what a person sees. Of one that ended, the link knows what was good.
+        known = [v for v in self.knobs.views() if v.info.available] if self.engine_ready else []
+        values: dict[str, KnobValue] = {view.info.id: view.applied for view in known}
+        if path is not None and switch_on:
+            values["speculation"] = "draft"
+        self.link.restart_with_draft(path, values)
 
     @property
     def engine_ready(self) -> bool:

@@ -46,6 +46,7 @@ from app.panels.charts import LatencyChart, ThroughputChart
 from app.panels.kpi_strip import KpiStrip
 from app.panels.kv_map import KvMapPanel
 from app.panels.log import LogPanel
+from app.panels.memory import MemoryPanel
 from app.panels.optimizations import OptimizationsPanel
 from app.panels.playground import PlaygroundPanel
 from app.panels.requests import RequestsPanel
@@ -67,13 +68,13 @@ Area = Qt.DockWidgetArea
 DOCKS: tuple[tuple[str, Area, tuple[str, ...]], ...] = (
     ("left", Area.LeftDockWidgetArea, ("optimizations", "playground")),
     ("map", Area.RightDockWidgetArea, ("kv_map",)),
-    ("traffic", Area.RightDockWidgetArea, ("bandwidth",)),
+    ("traffic", Area.RightDockWidgetArea, ("bandwidth", "memory")),
     ("bottom", Area.BottomDockWidgetArea, ("requests", "timeline", "stages", "baselines", "log")),
 )
 PANELS: dict[str, str] = {
     "optimizations": N_("Optimizations"), "playground": N_("Playground"), "kv_map": N_("KV blocks"),
     "bandwidth": N_("Bandwidth"), "requests": N_("Requests"), "baselines": N_("Baselines"), "log": N_("Log"),
-    "timeline": N_("Timeline"), "stages": N_("Stages"),
+    "timeline": N_("Timeline"), "stages": N_("Stages"), "memory": N_("Memory"),
 }  # fmt: skip
 LEFT_WIDTH, RIGHT_WIDTH, BOTTOM_HEIGHT = 324, 344, 244
 
@@ -175,6 +176,7 @@ class MainWindow(WindowActions):
         self.playground = PlaygroundPanel(console)
         self.kv_map = KvMapPanel(console)
         self.bandwidth = BandwidthPanel(self.view)
+        self.memory = MemoryPanel(console)
         self.requests = RequestsPanel(console)
         self.timeline = TimelinePanel(self.view)
         self.stages = StagesPanel(self.view)
@@ -183,7 +185,7 @@ class MainWindow(WindowActions):
         panels: dict[str, QWidget] = {
             "optimizations": self.optimizations, "playground": self.playground, "kv_map": self.kv_map,
             "bandwidth": self.bandwidth, "requests": self.requests, "baselines": self.baselines,
-            "log": self.log, "timeline": self.timeline, "stages": self.stages,
+            "log": self.log, "timeline": self.timeline, "stages": self.stages, "memory": self.memory,
         }  # fmt: skip
         self.panels = panels
         self.docks = {}
@@ -223,7 +225,7 @@ class MainWindow(WindowActions):
         self.panel_actions: list[QAction] = []
         for i, (name, title) in enumerate(PANELS.items(), 1):
             action = QAction(tr_later(title), self)
-            action.setShortcut(f"Ctrl+{i}")
+            action.setShortcut(f"Ctrl+{i % 10}")
             action.triggered.connect(lambda _checked=False, panel=name: self.show_panel(panel))
             panels.addAction(action)
             self.addAction(action)
@@ -252,6 +254,7 @@ class MainWindow(WindowActions):
         self.timeline.requests_asked.connect(lambda: self.show_panel("requests"))
         self.baselines.save_asked.connect(self.save_baseline)
         self.optimizations.baseline_asked.connect(self.save_baseline)
+        self.optimizations.draft_model_asked.connect(self.choose_draft_model)
         self.clock.on_error = console.errors.put_error
         self.clock.always(console.tick)
         clock = self.clock
@@ -265,12 +268,14 @@ class MainWindow(WindowActions):
             clock.register(panel, panel.refresh_figures, FIGURES_EVERY)
         for other in (self.optimizations, self.playground, self.log):
             clock.register(other, other.refresh)
+        for figures in (self.optimizations, self.memory):
+            clock.register(figures, figures.refresh_figures, FIGURES_EVERY)
         clock.register(self.status_line, self.status_line.refresh, FIGURES_EVERY)
 
     # --- the beat -----------------------------------------------------------------------------------
 
     def _refresh_state(self) -> None:
-        message = status.banner_message(self.session)
+        message = status.banner_message(self.session, self.console.pending_text())
         if message is None:
             self.banner.hide()
         else:

@@ -83,6 +83,15 @@ class Settings:
         others = [item for item in self.recent_models if item != path]
         self._ini.setValue("recent_models", json.dumps([path, *others][:RECENT_MAX]))
 
+    @property
+    def draft_model(self) -> str:
+        """The draft model that was chosen last, or an empty text."""
+        return self._text("draft_model", "")
+
+    @draft_model.setter
+    def draft_model(self, value: str) -> None:
+        self._ini.setValue("draft_model", value)
+
     def _json_list(self, key: str) -> list[object]:
         try:
             value = json.loads(self._text(key, "[]"))

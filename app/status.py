@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from app.i18n import N_, tr, tr_engine, tr_later
 from app.model.session import SessionModel
 from app.net.types import LinkState
-from app.units import data, percent, seconds
+from app.units import clock, count, data, percent, seconds
+from ipc.messages import EngineState
 
 PILLS: dict[LinkState, tuple[str, str]] = {
     LinkState.OFFLINE: ("off", N_("No engine")),
@@ -20,6 +21,7 @@ PILLS: dict[LinkState, tuple[str, str]] = {
     LinkState.UNRESPONSIVE: ("warning", N_("Not responding")),
     LinkState.DEAD: ("alarm", N_("Engine stopped")),
 }
+_SLOW_S = 2.0  # a change that takes longer says for how long
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,21 @@ class Message:
     log: bool = False
 
 
-def banner_message(session: SessionModel) -> Message | None:
-    """The message for the present state, or None while all is well."""
+def applying_share(session: SessionModel) -> float | None:
+    """How far the change is that is being applied, 0..1; None where none is or it does not say."""
+    state = session.state
+    if session.link.state is not LinkState.READY or state is None or state.phase != "applying":
+        return None
+    return min(1.0, state.done_bytes / state.total_bytes) if state.total_bytes else None
+
+
+def banner_message(session: SessionModel, change: str = "") -> Message | None:
+    """The message for the present state, or None while all is well. ``change``: what was asked for."""
     link = session.link
     if link.state is LinkState.READY:
         state = session.state
         if state is not None and state.phase == "applying":
-            return Message("busy", tr("Applying a change"), tr_engine(state.stage), busy=True)
+            return _applying(session, state, change)
         return None
     if link.state in (LinkState.STARTING, LinkState.CONNECTING):
         title = tr("Starting the engine") if link.managed else tr("Connecting to the engine")
@@ -60,9 +70,30 @@ def banner_message(session: SessionModel) -> Message | None:
         LinkState.STALLED: tr("The engine makes no progress"),
     }
     text = tr_engine(link.reason)
+    if link.state is LinkState.FAILED and "--draft-model" in link.command_line:
+        text += " " + tr("“Draft model…” in the Engine menu chooses another one, or none.")
     if link.state is LinkState.DEAD:
         text = " ".join(part for part in (text, tr("What was measured is kept.")) if part)
     return Message("alarm", titles[link.state], text, can_restart=link.can_restart, log=True)
+
+
+def _applying(session: SessionModel, state: EngineState, change: str) -> Message:
+    share = applying_share(session)
+    since_s = session.now_s - (state.since_ns - session.link.clock_offset_ns) * 1e-9
+    parts = [change, tr_engine(state.stage), _done(state) if share is not None else ""]
+    if since_s >= _SLOW_S:
+        parts.append(tr("for {time}").format(time=clock(since_s)))
+    if state.running + state.waiting:
+        parts.append(tr("{n} requests wait").format(n=count(state.running + state.waiting)))
+    text = " · ".join(part for part in parts if part)
+    return Message("busy", tr("Applying a change"), text, share=share, busy=share is None)
+
+
+def _done(state: EngineState) -> str:
+    return tr("{share} ({done} of {total})").format(
+        share=percent(state.done_bytes / state.total_bytes),
+        done=data(state.done_bytes), total=data(state.total_bytes),
+    )  # fmt: skip
 
 
 def _loading(session: SessionModel) -> Message:
@@ -70,12 +101,8 @@ def _loading(session: SessionModel) -> Message:
     if state is None or not state.total_bytes:
         stage = tr_engine(state.stage) if state is not None else ""
         return Message("busy", tr("Loading the model"), stage, busy=True)
-    share = state.done_bytes / state.total_bytes
-    done = tr("{share} ({done} of {total})").format(
-        share=percent(share), done=data(state.done_bytes), total=data(state.total_bytes)
-    )
-    stage = tr_engine(state.stage)
-    return Message("busy", tr("Loading the model"), f"{stage} · {done}" if stage else done, share=share)
+    text = " · ".join(part for part in (tr_engine(state.stage), _done(state)) if part)
+    return Message("busy", tr("Loading the model"), text, share=state.done_bytes / state.total_bytes)
 
 
 def pill(session: SessionModel) -> tuple[str, str]:
@@ -94,6 +121,11 @@ def engine_line(session: SessionModel) -> str:
         parts.append(session.device.name)
     if session.model is not None:
         parts.append(f"{session.model.name} · {session.model.dtype}")
+        state = session.state
+        if session.model.quantization:
+            parts.append(tr("weights {precision}").format(precision=session.model.quantization))
+        elif state is not None and state.weight_dtype not in ("", "model"):
+            parts.append(tr("weights {precision}").format(precision=tr_engine(state.weight_dtype)))
     return "   ".join(parts)
 
 

@@ -11,6 +11,7 @@ from PySide6.QtWidgets import QApplication, QFileDialog, QMainWindow
 from app import theme
 from app.actions import ActionRegistry
 from app.console import Console, Notice
+from app.dialogs.draft_model import DraftModelDialog
 from app.dialogs.help import about_dialog, metrics_dialog, shortcuts_dialog
 from app.dialogs.prompt import attach_dialog
 from app.dialogs.save_baseline import SaveBaselineDialog
@@ -108,6 +109,10 @@ class WindowActions(QMainWindow):
         dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
         dialog.fileSelected.connect(self.console.open_model)
         dialog.open()
+
+    def choose_draft_model(self) -> None:
+        """Ask for a model that drafts, or for none, and start the engine anew with it."""
+        DraftModelDialog(self.console, self).open()
 
     def attach(self) -> None:
         """Ask for an address and connect to an engine that runs there."""

@@ -36,6 +36,10 @@ Action = Callable[[], None]
 log = logging.getLogger("app.net")
 
 
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
 class EngineLink:
     """The console's one connection to an engine. All methods are thread-safe and return at once."""
 
@@ -63,7 +67,8 @@ class EngineLink:
 
     def launch(self, spec: LaunchSpec) -> None:
         """Start a managed engine (it ends with this process) and connect to it; stops the present one."""
-        made = replace(spec, model=os.path.abspath(os.path.expanduser(spec.model)))
+        draft_model = None if spec.draft_model is None else _absolute(spec.draft_model)
+        made = replace(spec, model=_absolute(spec.model), draft_model=draft_model)
         self._do(lambda: self._launch_anew(made))
 
     def attach(self, ctl: str, tel: str | None = None) -> None:
@@ -76,6 +81,12 @@ class EngineLink:
     def restart(self, knobs: dict[str, KnobValue] | None = None) -> None:
         """Start the managed engine anew with its last good configuration, changed by ``knobs``."""
         self._do(lambda: self._restart(knobs or {}))
+
+    def restart_with_draft(self, draft_model: str | None, knobs: dict[str, KnobValue] | None = None) -> None:
+        """As `restart`, with another draft model from now on, or with none: speculation=draft is then off."""
+        self._do(
+            lambda: self._restart_with_draft(_absolute(draft_model) if draft_model else None, knobs or {})
+        )
 
     def stop_engine(self) -> None:
         """Stop a managed engine, or detach from an attached one. Ends in OFFLINE."""
@@ -240,8 +251,15 @@ class EngineLink:
 
     def _restart(self, knobs: dict[str, KnobValue]) -> None:
         if self._spec is not None:
-            good = self._judge.good_knobs(self._spec.knobs)
-            self._launch(replace(self._spec, knobs={**good, **knobs}))
+            wanted = {**self._judge.good_knobs(self._spec.knobs), **knobs}
+            if self._spec.draft_model is None and wanted.get("speculation") == "draft":
+                wanted["speculation"] = "off"
+            self._launch(replace(self._spec, knobs=wanted))
+
+    def _restart_with_draft(self, draft_model: str | None, knobs: dict[str, KnobValue]) -> None:
+        if self._spec is not None:
+            self._spec = replace(self._spec, draft_model=draft_model)
+            self._restart(knobs)
 
     def _stop(self, then: Action | None = None) -> None:
         """Stop or leave the engine; ``then`` is done once its process has ended."""

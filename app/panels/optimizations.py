@@ -5,9 +5,11 @@ from __future__ import annotations
 from PySide6.QtCore import Qt, Signal, Slot
 from PySide6.QtWidgets import QFrame, QLineEdit, QScrollArea, QStackedLayout, QWidget
 
+from app import status
 from app.console import Console
 from app.i18n import N_, tr, tr_later
 from app.model.knobs import KnobStatus
+from app.panels.knob_notes import SpeculationNote, WeightsNote
 from app.widgets.basic import button, column, row, rule
 from app.widgets.empty_state import EmptyState
 from app.widgets.knob_group import KnobGroup
@@ -31,13 +33,16 @@ class OptimizationsPanel(QWidget):
 
     summary_changed = Signal(str)
     baseline_asked = Signal()
+    draft_model_asked = Signal()
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._console = console
         self._infos: list[KnobInfo] = []
         self._seen: tuple[int, bool] | None = None
+        self._share: float | None = None  # of a change that is being applied
         self.rows: dict[str, KnobRow] = {}
+        self.notes: dict[str, WeightsNote | SpeculationNote] = {}  # by group
         self.area = QScrollArea()
         self.area.setWidgetResizable(True)
         self.area.setFrameShape(QFrame.Shape.NoFrame)
@@ -66,25 +71,26 @@ class OptimizationsPanel(QWidget):
             tr("No optimizations yet"),
             tr("The engine names what it can switch as soon as it answers."),
         )
-        self._stack = QStackedLayout()
+        self._stack = QStackedLayout(self)
         self._stack.addWidget(self.empty)
         self._stack.addWidget(page)
-        self.setLayout(self._stack)
 
     def refresh(self) -> None:
         """Take in what changed in the knob model, if anything did."""
         knobs = self._console.knobs
         ready = self._console.engine_ready
-        if self._seen == (knobs.version, ready):
+        share = status.applying_share(self._console.session)
+        if self._seen == (knobs.version, ready) and self._share == share:
             return
-        self._seen = (knobs.version, ready)
+        self._seen, self._share = (knobs.version, ready), share
+        self.refresh_figures()
         views = knobs.views()
         infos = [view.info for view in views]
         if infos != self._infos:
             self._rebuild(infos)
         values = knobs.values()
         for view in views:
-            self.rows[view.info.id].show_view(view, ready, values)
+            self.rows[view.info.id].show_view(view, ready, values, share)
         for group in self.groups.values():
             ids = [made.info.id for made in group.rows]
             group.show_changed(sum(values.get(i) != self.rows[i].info.default for i in ids if i in values))
@@ -97,6 +103,11 @@ class OptimizationsPanel(QWidget):
         self.summary_changed.emit(summary)
         self._stack.setCurrentIndex(1 if views else 0)
 
+    def refresh_figures(self) -> None:
+        """Write what is measured of a group's optimizations."""
+        for note in self.notes.values():
+            note.refresh()
+
     def _rebuild(self, infos: list[KnobInfo]) -> None:
         self._infos = infos
         self.rows = {info.id: KnobRow(info) for info in infos}
@@ -107,10 +118,18 @@ class OptimizationsPanel(QWidget):
             groups.setdefault(info.group, []).append(info)
         folded = self._console.settings.folded
         self.groups = {}
+        self.notes = {}
+        if "weights" in groups:
+            self.notes["weights"] = WeightsNote(self._console)
+        if "speculation" in groups:
+            speculation = self.notes["speculation"] = SpeculationNote(self._console)
+            speculation.choose_asked.connect(self.draft_model_asked)
         for name, members in groups.items():
             # Nobody folded anything yet: what cannot be used at all need not take a person's eye.
             closed = not any(info.available for info in members) if folded is None else name in folded
-            group = KnobGroup(group_title(name), [self.rows[info.id] for info in members], closed)
+            group = KnobGroup(
+                group_title(name), [self.rows[info.id] for info in members], closed, self.notes.get(name)
+            )
             group.folded_changed.connect(self._on_folded)
             self.groups[name] = group
         page = QWidget()

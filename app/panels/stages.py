@@ -10,6 +10,7 @@ from app.i18n import N_, tr, tr_engine, tr_later
 from app.model.drafts import DraftFigures
 from app.model.knobs import KnobStatus
 from app.model.stage_table import ROW_HEIGHT, STAGES, WHOLE, StageTable
+from app.panels.knob_notes import places_text
 from app.panels.view import ChartView, Follower
 from app.units import count, percent, seconds, span, tick
 from app.widgets.basic import column, label, row, set_tip
@@ -184,7 +185,10 @@ class StagesPanel(QWidget):
         """How drafts did, and why none are made though speculation is on; nothing where there are none."""
         session = self._console.session
         found, why = session.drafts(), session.state.speculation if session.state is not None else ""
+        on = self._console.knobs.values().get("speculation", "off") != "off"
         lines = [_drafts_text(found)] if found is not None else []
+        if on and found is None:
+            lines.append(tr("No drafts in the last {window}.").format(window=span(session.window_s)))
         if why:
             lines.append(tr("no drafts: {why}").format(why=tr_engine(why)))
         self.drafts.setText("\n".join(lines))
@@ -221,6 +225,6 @@ def _drafts_text(drafts: DraftFigures) -> str:
         "{verify} a step"
     ).format(
         share=percent(drafts.acceptance), length=f"{drafts.length:.1f}",
-        places=" ".join(str(percent(share)) for share in drafts.by_place),
+        places=places_text(drafts.by_place, 16),
         draft=seconds(drafts.draft_s), verify=seconds(drafts.verify_s),
     )  # fmt: skip

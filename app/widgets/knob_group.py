@@ -20,8 +20,12 @@ class KnobGroup(QWidget):
 
     folded_changed = Signal()
 
-    def __init__(self, title: str, rows: Sequence[KnobRow], folded: bool) -> None:
+    def __init__(
+        self, title: str, rows: Sequence[KnobRow], folded: bool, note: QWidget | None = None
+    ) -> None:
+        """``note`` stands below the knobs that can be used."""
         super().__init__()
+        self._note = note
         self._title = title
         self.rows = [made for made in rows if made.info.available] + [
             made for made in rows if not made.info.available
@@ -36,7 +40,8 @@ class KnobGroup(QWidget):
         self.more.setChecked(self._missing == 0)
         self.more.clicked.connect(self._arrange)
         head = row(self.head, None, self.changed, spacing=6)
-        self.setLayout(column(head, *self.rows[: len(rows) - self._missing], self.more,
+        notes = [] if note is None else [note]
+        self.setLayout(column(head, *self.rows[: len(rows) - self._missing], *notes, self.more,
                               *self.rows[len(rows) - self._missing :], spacing=3))  # fmt: skip
         self._arrange()
 
@@ -65,6 +70,8 @@ class KnobGroup(QWidget):
         for made, hit in zip(self.rows, found, strict=True):
             shown = opened and (made.info.available or self.more.isChecked())
             made.setVisible(hit if filtered else shown)
+        if self._note is not None:
+            self._note.setVisible(opened and not filtered)
         self.more.setVisible(opened and self._missing > 0 and not filtered)
         text = tr("{n} not available here").format(n=count(self._missing))
         self.more.setAccessibleName(f"{self._title}: {text}")

@@ -13,7 +13,7 @@ from app.i18n import N_, knob_help, knob_title, tr, tr_engine, tr_later
 from app.knob_text import value_text
 from app.model.knobs import KnobStatus, KnobView
 from app.net.types import knob_text
-from app.units import seconds
+from app.units import percent, seconds, span
 from app.widgets.basic import ElidedLabel, label, plain_tip, row, set_role, set_state
 from app.widgets.toggle import ToggleSwitch
 from ipc.messages import KnobInfo, KnobValue
@@ -21,7 +21,7 @@ from ipc.messages import KnobInfo, KnobValue
 COMMIT_MS = 450  # arrow clicks in quick succession make one change
 APPLY_TEXT = {
     "step": N_("next step"), "rebuild_kv": N_("rebuilds KV"),
-    "reload": N_("reloads weights"), "restart": N_("restarts engine"),
+    "reload": N_("converts"), "restart": N_("restarts engine"),
 }  # fmt: skip
 APPLY_TIP = {
     "step": N_("Applied between two steps; running requests go on."),
@@ -29,8 +29,15 @@ APPLY_TIP = {
     "reload": N_("Converts the weights; requests resume by recompute."),
     "restart": N_("Needs a new engine process."),
 }
+ADVICE = {("speculation", "draft"): N_("choose one under “Draft model” below")}
+"""What a person can do about a choice that is not available."""
 EDITOR_WIDTH = 104
 INT_MAX = 2**31 - 1
+
+
+def _took(value_s: float) -> str:
+    """How long a change took, short: there is little room beside an editor."""
+    return span(round(value_s, 1)) if value_s >= 1.0 else str(seconds(value_s))
 
 
 class _Wheelless:
@@ -70,12 +77,12 @@ class KnobRow(QWidget):
         self._timer.setSingleShot(True)
         self._timer.setInterval(COMMIT_MS)
         self._timer.timeout.connect(self._commit)
-        # What cannot be changed here needs no editor: its name and the reason say all.
-        self.editor.setVisible(info.available)
         line = row(self.title, self.status, self.editor, spacing=8)
         line.setStretchFactor(self.status, 1)
         line.setContentsMargins(0, 1, 0, 1)
         self.setLayout(line)
+        # What cannot be changed here needs no editor: its name and the reason say all.
+        self.editor.setVisible(info.available)
         tip = self._tip()
         for part in (self, self.title, self.editor):
             part.setToolTip(plain_tip(tip))
@@ -121,8 +128,10 @@ class KnobRow(QWidget):
             if reason and isinstance(model, QStandardItemModel):
                 item: QStandardItem = model.item(made.count() - 1)
                 item.setEnabled(False)
-                item.setToolTip(plain_tip(tr_engine(reason)))
-                item.setText(f"{tr_engine(choice)} ({tr_engine(reason)})")
+                advice = ADVICE.get((self.info.id, choice))
+                why = "; ".join([tr_engine(reason), *([tr_later(advice)] if advice else [])])
+                item.setToolTip(plain_tip(why))
+                item.setText(f"{tr_engine(choice)} ({why})")
         made.setFixedWidth(EDITOR_WIDTH)
         made.view().setMinimumWidth(max(EDITOR_WIDTH, made.view().sizeHintForColumn(0) + 24))
         made.activated.connect(self._on_choice)
@@ -156,10 +165,13 @@ class KnobRow(QWidget):
         words = (self.title.text(), self.info.id, self.info.title, knob_help(self.info.id, self.info.help))
         return any(text in word.casefold() for word in words)
 
-    def show_view(self, view: KnobView, enabled: bool, values: Mapping[str, KnobValue]) -> None:
+    def show_view(
+        self, view: KnobView, enabled: bool, values: Mapping[str, KnobValue], share: float | None = None
+    ) -> None:
         """Show what is applied, what is asked for and how it stands.
 
         ``enabled``: the engine can be asked. ``values``: what all knobs have, for those that this one needs.
+        ``share``: how far the change is that the engine applies now, None where it does not say.
         """
         pending = view.status is KnobStatus.PENDING and enabled
         usable = enabled and self.info.available and self.info.apply != "restart"
@@ -172,7 +184,7 @@ class KnobRow(QWidget):
             set_state(self.editor, "state", "pending" if pending else "")
         needs = self.info.requires.items()
         idle = [other for other, value in needs if knob_text(values.get(other)) not in value.split(" or ")]
-        text, role = self._status(view, pending, bool(idle))
+        text, role = self._status(view, pending, bool(idle), share)
         self.status.set_full_text(text)
         set_role(self.status, role)
         if text and view.reason:
@@ -197,15 +209,17 @@ class KnobRow(QWidget):
             return bool(self.editor.lineEdit().isModified())
         return False
 
-    def _status(self, view: KnobView, pending: bool, idle: bool) -> tuple[str, str]:
+    def _status(self, view: KnobView, pending: bool, idle: bool, share: float | None) -> tuple[str, str]:
         if not self.info.available:
             return tr_engine(self.info.reason), "small"
         if pending:
+            if share is not None and self.info.apply == "reload":
+                return tr("{share} done").format(share=percent(share)), "warning"
             return tr("applying…"), "warning"
         if view.status is KnobStatus.REFUSED:
             return tr("refused: {why}").format(why=tr_engine(view.reason)), "alarm"
         if view.took_s is not None:
-            text = tr("applied, {time}").format(time=seconds(view.took_s))
+            text = tr("applied, {time}").format(time=_took(view.took_s))
             if view.preempted:
                 text += " · " + tr("{n} preempted").format(n=view.preempted)
             return text, "small"

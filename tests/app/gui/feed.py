@@ -37,6 +37,7 @@ class FeedLink:
         self.status = LinkStatus(state=LinkState.OFFLINE)
         self.sent: list[Command] = []
         self.calls: list[str] = []
+        self.restarted_with: dict[str, Any] | None = None
         self.items: dict[int, Callable[[Any], None]] = {}
         self._replies: dict[int, Callable[[Reply], None] | None] = {}
         self._due: list[Callable[[], None]] = []
@@ -96,6 +97,10 @@ class FeedLink:
 
     def restart(self, knobs: Any = None) -> None:
         self.calls.append("restart")
+
+    def restart_with_draft(self, draft_model: Any, knobs: Any = None) -> None:
+        self.calls.append(f"restart with draft {draft_model}")
+        self.restarted_with = knobs
 
     def stop_engine(self) -> None:
         self.calls.append("stop")
