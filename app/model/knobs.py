@@ -209,9 +209,11 @@ class KnobModel:
 
     def load(self, cfg: Cfg) -> None:
         """Take in a whole configuration."""
-        if self.rev == cfg.rev and self._applied == cfg.values and len(self._infos) == len(cfg.knobs):
+        infos = {info.id: info for info in cfg.knobs}
+        # What can be had is known only once the model is loaded, at the same revision.
+        if self.rev == cfg.rev and self._applied == cfg.values and self._infos == infos:
             return
-        self._infos = {info.id: info for info in cfg.knobs}
+        self._infos = infos
         self._applied = dict(cfg.values)
         self.rev = cfg.rev
         self._changed()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from app.model.knobs import KnobModel, KnobStatus
 from app.net.types import OnReply
-from ipc.messages import ApplyEvent, CfgAccepted, CfgGet, CfgSet, Command, Error, KnobValue
+from ipc.messages import ApplyEvent, Cfg, CfgAccepted, CfgGet, CfgSet, Command, Error, KnobValue
 from tests.app.builders import batch, cfg, knob
 
 
@@ -65,6 +67,21 @@ def test_a_click_is_pending_until_the_engine_says_applied() -> None:
     view = knobs.view("prefix_cache")
     assert (view.status, view.applied, view.desired) == (KnobStatus.APPLIED, False, False)
     assert (view.took_s, view.preempted, knobs.rev) == (0.003, 2, 6)
+
+
+def test_what_can_be_had_may_change_at_the_same_revision() -> None:
+    """The engine knows what its model allows only once it is loaded."""
+    made, _ = model()
+    before = cfg(5)
+    after = Cfg(id=1, rev=5, values=before.values, knobs=[
+        msgspec.structs.replace(info, available=False, reason="not with this model") for info in before.knobs
+    ])  # fmt: skip
+    version = made.version
+    made.load(before)
+    assert made.version == version, "nothing new"
+    made.load(after)
+    assert made.version > version
+    assert made.view("prefix_cache").info.reason == "not with this model"
 
 
 def test_an_event_may_overtake_its_acceptance() -> None:
