@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ipc.messages import EngineState, StepRow
 
 _KEPT = 500  # changes of the memory
-_KINDS = 32  # of kernels, of one configuration
+_ROWS = 4096  # pairs of a number of rows and its kernels that are counted for one configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +60,26 @@ class MemoryBook:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What multiplied in ``steps`` steps of ``least`` to ``most`` rows (tokens), as the engine names it.
+    """An implementation, as the engine names it, that served steps of ``least`` to ``most`` rows."""
 
-    ``head`` is "" where the output head ran as the other linear layers did. "|" joins implementations of
-    different layers.
-    """
-
-    linear: str
-    head: str
-    activations: str
+    name: str
     least: int
     most: int
     steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class WhatRan:
+    """What multiplied in ``steps`` steps. "|" in a name joins what served different layers.
+
+    ``linear``: by rows (tokens of a step); one that served small and large steps, but not those between, is
+    there twice. ``head`` is empty where the output head ran as the other layers did.
+    """
+
+    linear: tuple[Ran, ...] = ()
+    head: tuple[Ran, ...] = ()
+    activations: str = ""
+    steps: int = 0
 
 
 class KernelBook:
@@ -79,30 +87,38 @@ class KernelBook:
 
     def __init__(self) -> None:
         self._rev: int | None = None
-        self._found: dict[str, list[int]] = {}  # kernels: least rows, most rows, steps
+        self._found: dict[tuple[int, str], int] = {}  # (rows, kernels): steps
 
     def take(self, row: StepRow) -> None:
-        rows = row.prefill_tok + row.decode_tok + row.drafted_tok
         if row.cfg_rev != self._rev:
             self._rev = row.cfg_rev
             self._found.clear()
-        if not rows or not row.kernels:
-            return
-        counts = self._found.setdefault(row.kernels, [rows, rows, 0])
-        counts[:] = min(counts[0], rows), max(counts[1], rows), counts[2] + 1
-        while len(self._found) > _KINDS:
-            del self._found[next(iter(self._found))]
+        key = row.prefill_tok + row.decode_tok + row.drafted_tok, row.kernels
+        if all(key) and (key in self._found or len(self._found) < _ROWS):
+            self._found[key] = self._found.get(key, 0) + 1
 
-    def ran(self, rev: int) -> list[Ran]:
-        """What ran under configuration ``rev``, by number of rows; empty while no step has."""
+    def ran(self, rev: int) -> WhatRan:
+        """What ran under configuration ``rev``; nothing while no step has."""
         if rev != self._rev:
-            return []
-        found = [
-            Ran(parts.get("linear", text), parts.get("head", ""), parts.get("activations", ""), *counts)
-            for text, counts in self._found.items()
-            for parts in [kernel_parts(text)]
-        ]
-        return sorted(found, key=lambda each: (each.least, each.most))
+            return WhatRan()
+        linear: list[Ran] = []
+        head: dict[str, Ran] = {}
+        activations: dict[str, None] = {}
+        for (rows, text), steps in sorted(self._found.items()):
+            parts = kernel_parts(text)
+            name = parts.get("linear", text)
+            last = linear[-1] if linear and linear[-1].name == name else None
+            if last is not None:
+                linear[-1] = replace(last, most=rows, steps=last.steps + steps)
+            else:
+                linear.append(Ran(name, rows, rows, steps))
+            if "head" in parts:
+                known = head.get(parts["head"], Ran(parts["head"], rows, rows, 0))
+                head[known.name] = replace(known, most=rows, steps=known.steps + steps)
+            if "activations" in parts:
+                activations[parts["activations"]] = None
+        total = sum(self._found.values())
+        return WhatRan(tuple(linear), tuple(head.values()), ", ".join(activations), total)
 
 
 def kernel_parts(text: str) -> dict[str, str]:

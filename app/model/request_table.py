@@ -26,7 +26,7 @@ class Column:
     tip: str
     text: Callable[[RequestView], str]
     right: bool = True
-    width: int = 80
+    width: int = 86
     cell_tip: Callable[[SessionModel, RequestView], str] | None = None  # of one cell, may be empty
 
 
@@ -184,7 +184,7 @@ COLUMNS: tuple[Column, ...] = (
             "draft brought."
         ),
         _drafts,
-        width=84,
+        width=104,
         cell_tip=_drafts_tip,
     ),
     Column(

@@ -31,7 +31,7 @@ from app.model.figures import (
     step_stats,
 )
 from app.model.holes import Holes
-from app.model.memory import KernelBook, MemoryBook, Ran, memory_stats
+from app.model.memory import KernelBook, MemoryBook, WhatRan, memory_stats
 from app.model.requests import Key, RequestBook, RequestView
 from app.model.seats import Bars, SeatBook
 from app.model.series import BinTable, Ring, percentiles
@@ -329,9 +329,9 @@ class SessionModel:
         """How drafts did in the last ``window_s`` seconds; None where there were none."""
         return self._drafts.figures(self.now_s - self.window_s)
 
-    def ran(self) -> list[Ran]:
-        """What the linear layers ran under the present configuration; empty while no step has."""
-        return [] if self.state is None else self._kernels.ran(self.state.cfg_rev)
+    def ran(self) -> WhatRan:
+        """What the linear layers ran under the present configuration; nothing while no step has."""
+        return WhatRan() if self.state is None else self._kernels.ran(self.state.cfg_rev)
 
     def bars(self, t0_s: float, t1_s: float) -> Bars:
         """Who sat where and when, for the timeline of requests."""

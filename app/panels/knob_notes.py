@@ -92,7 +92,7 @@ class SpeculationNote(QWidget):
             [
                 FactSpec("accepted", tr("Accepted"), tr_later(ACCEPTED)),
                 FactSpec("length", tr("Tokens a step"), tr_later(LENGTH)),
-                FactSpec("places", tr("Accepted by place"), tr_later(BY_PLACE)),
+                FactSpec("places", tr("Accepted by place"), tr_later(BY_PLACE), wide=True),
                 FactSpec("draft", tr("Drafting"), tr_later(DRAFTING)),
                 FactSpec("verify", tr("Verifying"), tr_later(VERIFYING)),
                 FactSpec("weights", tr("Draft weights"), tr_later(PARTS["draft_weights"].tip)),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from PySide6.QtCore import Signal
 from PySide6.QtGui import QShowEvent
@@ -11,10 +10,10 @@ from PySide6.QtWidgets import QFrame, QScrollArea, QStackedLayout, QWidget
 
 from app.console import Console
 from app.i18n import N_, tr, tr_engine, tr_later
-from app.model.memory import Memory, Ran
+from app.model.memory import Memory, Ran, WhatRan
 from app.net.types import LinkState
 from app.units import count, data, percent
-from app.widgets.basic import column, label, row, rule
+from app.widgets.basic import column, label, row, rule, set_role
 from app.widgets.empty_state import EmptyState
 from app.widgets.facts import Facts, FactSpec, ShareBar
 from ipc.messages import EngineState, ModelInfo
@@ -88,6 +87,7 @@ RAN = N_(
     "tokens of a step (rows), and its share of those steps. Chosen by measuring, at start and for each new "
     "precision. “|” joins what serves different layers."
 )
+ENDED = (LinkState.DEAD, LinkState.OFFLINE)
 LINEAR_LINES, HEAD_LINES = 4, 2  # of kernels; those that ran in most steps are shown
 
 
@@ -114,19 +114,18 @@ class MemoryPanel(QWidget):
             FactSpec("card", tr("Card"), tr_later(CARD)),
             FactSpec("checkpoint", tr("As loaded"), tr_later(CHECKPOINT)),
         ])  # fmt: skip
-        self.failed = label("", "warning", wrap=True)
+        self.note = label("", "small", wrap=True)
         self.ran_head = label(tr("Linear layers run as"), "section", tr_later(RAN))
         lines = [*(f"linear {i}" for i in range(LINEAR_LINES)), *(f"head {i}" for i in range(HEAD_LINES))]
-        between = FactSpec(
-            "between", tr("between them"), tr("The precision of what passes from layer to layer.")
-        )
+        tip = tr("The precision of what passes from layer to layer.")
+        between = FactSpec("between", tr("between them"), tip, wide=True)
         self.ran = Facts([*(FactSpec(key, tr("head"), tr_later(RAN)) for key in lines), between])
         self.ran_none = label(tr("No step has run since the last change."), "small")
         page = QWidget()
         page.setProperty("role", "page")
         page.setLayout(
             column(
-                self.device_head, self.device_bar, self.host_head, self.host_bar, self.facts, self.failed,
+                self.device_head, self.device_bar, self.host_head, self.host_bar, self.facts, self.note,
                 rule(), self.whole, row(self.ran_head, None), self.ran_none, self.ran, None,
                 spacing=5, margins=(12, 8, 12, 6),
             )
@@ -165,12 +164,21 @@ class MemoryPanel(QWidget):
             part.setVisible(on_card)
         self._show_bar(self.device_bar, memory, [k for k, p in PARTS.items() if not (on_card and p.host)])
         self._show_bar(self.host_bar, memory, [k for k, p in PARTS.items() if p.host])
-        mixed = not state.weight_dtype and state.phase != "applying"
-        self.failed.setText(tr("A conversion failed half way; choose a precision again.") if mixed else "")
-        self.failed.setVisible(mixed)
+        self._show_note(state)
         self._show_whole(memory)
         self._show_ran(session.ran())
         self.summary_changed.emit(str(data(memory.total)))
+
+    def _show_note(self, state: EngineState) -> None:
+        """What has to be known of the figures above it."""
+        text, role = "", "small"
+        if self._console.session.link.state in ENDED:
+            text = tr("The engine has ended and gave all of it back. This is what it held last.")
+        elif not state.weight_dtype and state.phase != "applying":
+            text, role = tr("A conversion failed half way; choose a precision again."), "warning"
+        self.note.setText(text)
+        set_role(self.note, role)
+        self.note.setVisible(bool(text))
 
     def _show_bar(self, bar: ShareBar, memory: Memory, keys: list[str]) -> None:
         sizes = {key: getattr(memory, key) for key in keys if getattr(memory, key)}
@@ -181,53 +189,39 @@ class MemoryPanel(QWidget):
         session = self._console.session
         heartbeat, device, model = session.heartbeat, session.device, session.model
         self.whole.show_fact("together", str(data(memory.total)))
-        text = ""
-        alive = session.link.state not in (LinkState.DEAD, LinkState.OFFLINE)
-        if alive and heartbeat is not None and heartbeat.rss_bytes:
-            text = str(data(heartbeat.rss_bytes))
-            if device is not None and device.kind == "cpu" and device.memory_bytes:
-                text = tr("{part} of {whole}").format(part=text, whole=data(device.memory_bytes))
-        self.whole.show_fact("process", text)
-        card = next((g for g in session.gpus.values() if g.memory_used_bytes and g.memory_total_bytes), None)
-        text = ""
-        if card is not None and device is not None and device.kind == "cuda":
-            text = tr("{part} of {whole}")
-            text = text.format(part=data(card.memory_used_bytes), whole=data(card.memory_total_bytes))
-        self.whole.show_fact("card", text)
+        on_card = device is not None and device.kind == "cuda"
+        alive = session.link.state not in ENDED
+        rss = heartbeat.rss_bytes if alive and heartbeat is not None else 0
+        machine = device.memory_bytes if device is not None and not on_card else 0
+        self.whole.show_fact("process", str(data(rss)) if rss else "", _of(machine))
+        card = next((g for g in session.gpus.values() if g.memory_used_bytes), None) if on_card else None
+        if card is None or not alive:
+            self.whole.show_fact("card", "")
+        else:
+            self.whole.show_fact("card", str(data(card.memory_used_bytes)), _of(card.memory_total_bytes))
         if model is not None:
             self.whole.show_fact(
                 "checkpoint", str(data(model.weight_bytes)), model.quantization or model.dtype
             )
 
-    def _show_ran(self, found: list[Ran]) -> None:
-        self.ran_none.setVisible(not found)
-        steps = sum(each.steps for each in found)
-        linear = merged(found, lambda each: each.linear)
-        head = merged([each for each in found if each.head], lambda each: each.head)
-        for group, most, lines in (("linear", LINEAR_LINES, linear), ("head", HEAD_LINES, head)):
-            shown = sorted(sorted(lines, key=lambda each: -each.steps)[:most], key=lambda each: each.least)
+    def _show_ran(self, ran: WhatRan) -> None:
+        self.ran_none.setVisible(not ran.steps)
+        for group, most, found in (("linear", LINEAR_LINES, ran.linear), ("head", HEAD_LINES, ran.head)):
+            shown = sorted(sorted(found, key=lambda each: -each.steps)[:most], key=lambda each: each.least)
             for i in range(most):
                 key = f"{group} {i}"
                 if i >= len(shown):
                     self.ran.show_fact(key, "")
                     continue
-                ran = shown[i]
                 if group == "linear":
-                    self.ran.names[key].setText(rows_text(ran))
-                self.ran.show_fact(key, str(percent(ran.steps / steps)), ran.linear)
-        between = dict.fromkeys(each.activations for each in found if each.activations)
-        self.ran.show_fact("between", ", ".join(between))
+                    self.ran.names[key].setText(rows_text(shown[i]))
+                self.ran.show_fact(key, str(percent(shown[i].steps / ran.steps)), shown[i].name)
+        self.ran.show_fact("between", ran.activations)
 
 
-def merged(found: list[Ran], name: Callable[[Ran], str]) -> list[Ran]:
-    """One entry for each name, which becomes its ``linear``, over all the steps that it ran in."""
-    by_name: dict[str, Ran] = {}
-    for each in found:
-        key, before = name(each), by_name.get(name(each), each)
-        steps = each.steps if before is each else before.steps + each.steps
-        least, most = min(before.least, each.least), max(before.most, each.most)
-        by_name[key] = replace(each, linear=key, least=least, most=most, steps=steps)
-    return list(by_name.values())
+def _of(whole: int | None) -> str:
+    """``of 23.5 GiB``, or nothing where that is not known."""
+    return tr("of {whole}").format(whole=data(whole)) if whole else ""
 
 
 def weights_text(state: EngineState, model: ModelInfo | None) -> str:

@@ -16,12 +16,16 @@ from app.widgets.block_map import Swatch
 
 @dataclass(frozen=True, slots=True)
 class FactSpec:
-    """One line: ``tip`` defines the figure, ``token`` is the colour of its part in a bar, "" for none."""
+    """One line: ``tip`` defines the figure, ``token`` is the colour of its part in a bar, "" for none.
+
+    ``wide``: the value has the room of the remark too.
+    """
 
     key: str
     name: str
     tip: str
     token: str = ""
+    wide: bool = False
 
 
 class Facts(QWidget):
@@ -54,7 +58,7 @@ class Facts(QWidget):
                 parts.append(swatch)
             grid.addWidget(name, i, 1 if spec.token else 0, 1, 1 if spec.token else 2)
             grid.addWidget(remark, i, 2)
-            grid.addWidget(value, i, 3)
+            grid.addWidget(value, i, 2 if spec.wide else 3, 1, 2 if spec.wide else 1)
             for part in (name, value):
                 set_tip(part, spec.tip)
             self.names[spec.key], self.values[spec.key], self.remarks[spec.key] = name, value, remark

@@ -77,7 +77,8 @@ class KnobGroup(QWidget):
         self.more.setAccessibleName(f"{self._title}: {text}")
         for fold, words in ((self.head, self._title), (self.more, text)):
             fold.setText(f"{OPEN if fold.isChecked() else CLOSED}  {words}")
-        self.setVisible(any(found) or not filtered)
+        if self.parent() is not None:  # without one it would be a window for a moment
+            self.setVisible(any(found) or not filtered)
 
 
 def _fold_button(text: str, role: str) -> QPushButton:

@@ -224,7 +224,7 @@ class KnobRow(QWidget):
                 text += " · " + tr("{n} preempted").format(n=view.preempted)
             return text, "small"
         if idle:
-            return tr("no effect now"), "small"
+            return tr("no effect"), "small"
         return (
             (tr_later(APPLY_TEXT[self.info.apply]), "small") if self.info.apply != "step" else ("", "small")
         )

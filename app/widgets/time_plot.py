@@ -242,5 +242,6 @@ class TimePlot(QFrame):
         for text in self._texts:
             text.setColor(theme.colour("text"))
             text.setFont(theme.ui_font(0.82))
+            text.fill = pg.mkBrush(t.panel)  # a curve must not strike the words out
         self._cursor.setPen(pg.mkPen(t.dim, width=1, style=Qt.PenStyle.DotLine))
         self.set_marks(self._marks)

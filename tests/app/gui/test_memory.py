@@ -11,6 +11,7 @@ import pytest
 from app import i18n, status
 from app.main_window import MainWindow
 from app.model.session import SessionModel
+from app.net.types import LinkState
 from app.panels.optimizations import OptimizationsPanel
 from app.widgets.facts import ShareBar
 from ipc.messages import CfgSet, GpuRow, Heartbeat
@@ -82,7 +83,8 @@ def test_on_a_card_what_lies_on_the_host_is_apart(window: MainWindow, link: Feed
     assert [token for token, _, _ in panel.device_bar.spans()] == ["stage_forward", "stage_prepare"]
     assert [token for token, _, _ in panel.host_bar.spans()] == ["stage_head"]
     assert panel.host_head.isVisible()
-    assert plain(panel.whole.value("card")) == "38.0 GiB of 80.0 GiB"
+    assert plain(panel.whole.value("card")) == "38.0 GiB"
+    assert plain(panel.whole.remarks["card"].full_text) == "of 80.0 GiB"
 
 
 def test_the_process_is_told_with_what_the_machine_has(window: MainWindow, link: FeedLink) -> None:
@@ -93,11 +95,16 @@ def test_the_process_is_told_with_what_the_machine_has(window: MainWindow, link:
     link.push(state=b.state(**INT8), device=device)
     window.show_panel("memory")
     beat(window)
-    assert plain(window.memory.whole.value("process")) == "2.00 GiB of 32.0 GiB"
+    assert plain(window.memory.whole.value("process")) == "2.00 GiB"
+    assert plain(window.memory.whole.remarks["process"].full_text) == "of 32.0 GiB"
+    link.status = dataclasses.replace(link.status, state=LinkState.DEAD)
+    beat(window)
+    assert window.memory.whole.value("process") == ""
+    assert "what it held last" in window.memory.note.text()
 
 
 def test_a_checkpoint_that_came_quantized_says_so(window: MainWindow, link: FeedLink) -> None:
-    """A15: weights that are in a low precision already are named where the memory is looked at."""
+    """Weights that are in a low precision already are named where the memory is looked at."""
     link.ready()
     model = msgspec.structs.replace(b.MODEL, quantization="gptq, 4 bits <b>x</b>", weight_bytes=90 * MIB)
     link.push(model=model)
@@ -180,9 +187,9 @@ def test_a_conversion_that_failed_half_way_says_what_to_do(window: MainWindow, l
     link.ready()
     window.show_panel("memory")
     show(window, link, weight_bytes=300 * MIB, weight_dtype="")
-    assert "choose a precision again" in window.memory.failed.text()
+    assert "choose a precision again" in window.memory.note.text()
     show(window, link, **INT8)
-    assert window.memory.failed.isHidden()
+    assert window.memory.note.isHidden()
 
 
 def test_small_parts_of_a_bar_can_be_seen_and_it_never_overflows() -> None:

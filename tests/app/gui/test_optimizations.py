@@ -211,7 +211,7 @@ def test_a_knob_that_needs_another_says_when_it_has_no_effect(
     monkeypatch.setattr(feed, "VALUES", {**feed.VALUES, "batch_wait_ms": 0.0})
     link.ready()
     beat(window)
-    assert window.optimizations.rows["batch_wait_ms"].status.full_text == "no effect now"
+    assert window.optimizations.rows["batch_wait_ms"].status.full_text == "no effect"
     assert window.optimizations.rows["batch_wait_ms"].editor.isEnabled()
     window.console.knobs.set({"batching": "static"})
     link.apply(*link.last(CfgSet))

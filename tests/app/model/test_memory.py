@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.model.memory import KernelBook, Memory, MemoryBook, kernel_parts
+from app.model.memory import KernelBook, Memory, MemoryBook, Ran, WhatRan, kernel_parts
 from app.model.session import SessionModel
-from app.panels.memory import merged
 from tests.app.builders import batch, state, step_row
 
 
@@ -49,41 +48,33 @@ def test_a_baseline_of_a_finished_stretch_keeps_the_bytes_of_that_stretch() -> N
 
 
 def test_kernels_are_told_by_the_rows_that_they_served_under_the_present_configuration() -> None:
+    """One that serves one row and many, but not a few, is no range from one to many."""
     book = KernelBook()
-    one, many = "linear=int8:int8pack,head=bf16,activations=float32", "linear=int8:int_mm,activations=float32"
-    for step, (rows, kernels) in enumerate([(1, one), (1, one), (300, many), (7, many)]):
+    many, few = "linear=int8:dequant,head=bf16,activations=float32", "linear=int8:pack,activations=float32"
+    for step, (rows, kernels) in enumerate([(1, many), (2, few), (300, many), (4, few), (2, few), (7, many)]):
         book.take(step_row(step, 1.0, decode_tok=1, prefill_tok=rows - 1, kernels=kernels, cfg_rev=2))
-    first, second = book.ran(2)
-    assert (first.linear, first.head, first.least, first.most, first.steps) == (
-        "int8:int8pack",
-        "bf16",
-        1,
-        1,
-        2,
-    )
-    assert (second.linear, second.head, second.least, second.most) == ("int8:int_mm", "", 7, 300)
-    assert second.activations == "float32"
-    assert book.ran(3) == []
+    ran = book.ran(2)
+    assert ran.linear == (
+        Ran("int8:dequant", 1, 1, 1), Ran("int8:pack", 2, 4, 3), Ran("int8:dequant", 7, 300, 2)
+    )  # fmt: skip
+    assert ran.head == (Ran("bf16", 1, 300, 3),)
+    assert (ran.activations, ran.steps) == ("float32", 6)
+    assert book.ran(3) == WhatRan()
     book.take(step_row(9, 1.0, kernels="linear=bf16", cfg_rev=3))
-    assert [each.linear for each in book.ran(3)] == ["bf16"]
+    assert [each.name for each in book.ran(3).linear] == ["bf16"]
 
 
 def test_drafted_tokens_are_rows_too_and_an_empty_step_ran_nothing() -> None:
     book = KernelBook()
     book.take(step_row(1, 1.0, decode_tok=0, kernels="linear=a"))
-    assert book.ran(0) == []
+    book.take(step_row(1, 1.0, decode_tok=1, kernels=""))
+    assert book.ran(0).steps == 0
     book.take(step_row(2, 1.0, decode_tok=2, drafted_tok=6, kernels="linear=a"))
-    assert [(each.least, each.most) for each in book.ran(0)] == [(8, 8)]
+    assert book.ran(0).linear == (Ran("a", 8, 8, 1),)
 
 
-def test_kernels_are_read_by_name_and_merged_by_what_they_are() -> None:
+def test_kernels_are_read_by_name() -> None:
     assert kernel_parts("linear=a|b&c,head=d,new") == {"linear": "a|b&c", "head": "d"}
-    book = KernelBook()
-    for step, (rows, head) in enumerate([(2, "x"), (9, "y")]):
-        book.take(step_row(step, 1.0, decode_tok=rows, kernels=f"linear=a,head={head}"))
-    (only,) = merged(book.ran(0), lambda each: each.linear)
-    assert (only.linear, only.least, only.most, only.steps) == ("a", 2, 9, 2)
-    assert [each.linear for each in merged(book.ran(0), lambda each: each.head)] == ["x", "y"]
 
 
 def test_another_engine_process_has_run_nothing_yet() -> None:
@@ -91,6 +82,6 @@ def test_another_engine_process_has_run_nothing_yet() -> None:
     session.ingest(
         batch(100.0, state=state(), new_session=True, steps=[step_row(1, 99.0, kernels="linear=a")])
     )
-    assert len(session.ran()) == 1
+    assert session.ran().steps == 1
     session.ingest(batch(101.0, state=state(), new_session=True))
-    assert session.ran() == []
+    assert session.ran().steps == 0
