@@ -11,7 +11,9 @@ from PySide6.QtWidgets import QDialog, QFrame, QGridLayout, QScrollArea, QWidget
 from app import __version__, theme
 from app.console import Console
 from app.i18n import N_, tr, tr_later
+from app.panels.knob_notes import ACCEPTED, BY_PLACE, LENGTH
 from app.panels.kpi_strip import TILES
+from app.panels.memory import PARTS, RAN
 from app.panels.stages import STACKED
 from app.panels.timeline import RECOMPUTE_TAX, SEATS_BUSY
 from app.widgets.basic import button, column, label, row
@@ -34,6 +36,12 @@ MORE = (
     (N_("Stages"), STACKED),
     (N_("Seats busy"), SEATS_BUSY),
     (N_("Recompute tax"), RECOMPUTE_TAX),
+    (N_("Drafts accepted"), ACCEPTED),
+    (N_("Tokens a step with a draft"), LENGTH),
+    (N_("Accepted by place"), BY_PLACE),
+    (N_("Weights"), PARTS["weights"].tip),
+    (N_("To convert from"), PARTS["originals"].tip),
+    (N_("Linear layers run as"), RAN),
 )
 
 

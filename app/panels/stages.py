@@ -221,10 +221,9 @@ class StagesPanel(QWidget):
 
 def _drafts_text(drafts: DraftFigures) -> str:
     return tr(
-        "Drafts: {share} accepted · {length} tokens a step · by place {places} · drafting {draft}, verifying "
-        "{verify} a step"
+        "Drafts: {share} accepted · {length} tokens/step · by place {places} · draft {draft} · verify {verify}"
     ).format(
         share=percent(drafts.acceptance), length=f"{drafts.length:.1f}",
-        places=places_text(drafts.by_place, 16),
+        places=places_text(drafts.by_place, 8),
         draft=seconds(drafts.draft_s), verify=seconds(drafts.verify_s),
     )  # fmt: skip

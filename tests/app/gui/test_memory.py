@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from app import i18n, status
+from app.dialogs.compare import metric_name, quantity
 from app.main_window import MainWindow
 from app.model.session import SessionModel
 from app.net.types import LinkState
@@ -208,3 +209,10 @@ def test_precisions_are_told_in_chinese(window: MainWindow) -> None:
     i18n.use("zh_CN")
     assert i18n.tr_engine("int4 awq, head kept") == "int4 awq，保留输出头"
     assert i18n.tr_engine("making a draft in int8") == "正在制作 int8 草稿"
+
+
+def test_a_comparison_writes_bytes_and_shares_as_such() -> None:
+    assert metric_name("weight_bytes") == "Weights"
+    assert plain(str(quantity(276_824_064.0, "B"))) == "264 MiB"
+    assert plain(str(quantity(0.6, "share"))) == "60 %"
+    assert plain(str(quantity(2.5, "tokens"))) == "2.50 tokens"

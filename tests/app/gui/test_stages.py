@@ -224,8 +224,7 @@ def test_a_line_below_tells_how_drafts_did_and_why_there_are_none(window: MainWi
     panel.refresh_figures()
     text = panel.drafts.text().replace("\u00a0", " ")
     assert text == (
-        "Drafts: 50 % accepted · 2.5 tokens a step · by place 75 50 25 % · "
-        "drafting 250 µs, verifying 6.00 ms a step"
+        "Drafts: 50 % accepted · 2.5 tokens/step · by place 75 50 25 % · draft 250 µs · verify 6.00 ms"
     )
     assert not panel.drafts.isHidden()
     assert "By place" in panel.drafts.accessibleDescription()
