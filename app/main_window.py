@@ -248,6 +248,7 @@ class MainWindow(WindowActions):
         self.load_bar.stopped.connect(lambda: console.stop_load())
         self.load_bar.cancelled.connect(self.cancel_load)
         self.banner.restart_asked.connect(self.restart_engine)
+        self.banner.draft_asked.connect(self.choose_draft_model)
         self.banner.log_asked.connect(lambda: self.show_panel("log"))
         self.requests.load_asked.connect(self.toggle_load)
         self.timeline.load_asked.connect(self.toggle_load)
@@ -281,7 +282,7 @@ class MainWindow(WindowActions):
         else:
             self.banner.show_message(
                 message.level, message.title, message.text, share=message.share, busy=message.busy,
-                can_restart=message.can_restart, log=message.log,
+                can_restart=message.can_restart, log=message.log, draft=message.draft,
             )  # fmt: skip
         if self.session.device is not None:
             self.load_bar.suit(self.session.device.kind)

@@ -35,6 +35,7 @@ class Message:
     busy: bool = False
     can_restart: bool = False
     log: bool = False
+    draft: bool = False  # another draft model, or none, may help
 
 
 def applying_share(session: SessionModel) -> float | None:
@@ -69,12 +70,13 @@ def banner_message(session: SessionModel, change: str = "") -> Message | None:
         LinkState.UNRESPONSIVE: tr("The engine does not respond"),
         LinkState.STALLED: tr("The engine makes no progress"),
     }
-    text = tr_engine(link.reason)
-    if link.state is LinkState.FAILED and "--draft-model" in link.command_line:
-        text += " " + tr("“Draft model…” in the Engine menu chooses another one, or none.")
+    title, text = titles[link.state], tr_engine(link.reason)
+    drafts = link.state is LinkState.FAILED and "--draft-model" in link.command_line
+    if drafts:
+        title = tr("The engine could not start with this draft model")
     if link.state is LinkState.DEAD:
         text = " ".join(part for part in (text, tr("What was measured is kept.")) if part)
-    return Message("alarm", titles[link.state], text, can_restart=link.can_restart, log=True)
+    return Message("alarm", title, text, can_restart=link.can_restart, log=True, draft=drafts)
 
 
 def _applying(session: SessionModel, state: EngineState, change: str) -> Message:

@@ -221,7 +221,8 @@ class StagesPanel(QWidget):
 
 def _drafts_text(drafts: DraftFigures) -> str:
     return tr(
-        "Drafts: {share} accepted · {length} tokens/step · by place {places} · draft {draft} · verify {verify}"
+        "Drafts: {share} accepted · {length} tokens/step · by place {places} · draft {draft} · verify "
+        "{verify}"
     ).format(
         share=percent(drafts.acceptance), length=f"{drafts.length:.1f}",
         places=places_text(drafts.by_place, 8),

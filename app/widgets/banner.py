@@ -15,6 +15,7 @@ class Banner(QFrame):
 
     restart_asked = Signal()
     log_asked = Signal()
+    draft_asked = Signal()
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,8 +26,10 @@ class Banner(QFrame):
         self.progress.setTextVisible(False)
         self.progress.setFixedWidth(220)
         self.log = button(tr("Show log"), self.log_asked.emit)
+        self.draft = button(tr("Draft model…"), self.draft_asked.emit)
         self.restart = button(tr("Restart engine"), self.restart_asked.emit, "filled")
-        line = row(self.pill, self.title, self.text, self.progress, self.log, self.restart, spacing=8)
+        buttons = (self.log, self.draft, self.restart)
+        line = row(self.pill, self.title, self.text, self.progress, *buttons, spacing=8)
         line.setContentsMargins(8, 6, 10, 6)
         line.setStretchFactor(self.text, 1)
         self.setLayout(line)
@@ -34,7 +37,7 @@ class Banner(QFrame):
 
     def show_message(
         self, level: str, title: str, text: str, *, share: float | None = None, busy: bool = False,
-        can_restart: bool = False, log: bool = False,
+        can_restart: bool = False, log: bool = False, draft: bool = False,
     ) -> None:  # fmt: skip
         """Show one message. ``share`` 0..1 draws a bar; ``busy`` one without an end."""
         set_state(self, "role", "banner" if level == "alarm" else "card")
@@ -49,5 +52,6 @@ class Banner(QFrame):
             self.progress.setRange(0, 0)
         self.restart.setVisible(can_restart)
         self.log.setVisible(log)
+        self.draft.setVisible(draft)
         self.setAccessibleName(f"{title}. {text}")
         self.show()

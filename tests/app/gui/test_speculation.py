@@ -242,6 +242,12 @@ def test_a_draft_model_that_failed_to_load_says_where_to_choose_another(
         command_line=("python3", "-m", "engine", "--draft-model", str(ours)),
     )  # fmt: skip
     beat(window)
-    assert window.banner.text.full_text == (
-        "their tokenizers differ. “Draft model…” in the Engine menu chooses another one, or none."
-    )
+    banner = window.banner
+    assert banner.title.text() == "The engine could not start with this draft model"
+    assert banner.text.full_text == "their tokenizers differ."
+    banner.draft.click()
+    assert window.findChild(DraftModelDialog) is not None
+    link.status = dataclasses.replace(link.status, command_line=("python3", "-m", "engine"))
+    beat(window)
+    assert banner.title.text() == "The engine could not start"
+    assert banner.draft.isHidden()
