@@ -17,7 +17,6 @@ from ipc.blockmap import BlockMap, BlockMapError
 
 _RETAINED_FRAMES = 20_000
 MAX_PREEMPTIONS = 1000
-_LOADING: tuple[m.Phase, ...] = ("starting", "loading", "warming")
 
 
 def _retained() -> deque[tuple[m.Topic, int, m.Telemetry]]:
@@ -200,8 +199,6 @@ class Mirror:
                 self.needs_snapshot = True
 
     def _set_state(self, state: m.EngineState) -> None:
-        if self.state is not None and self.state.phase in _LOADING and state.phase not in _LOADING:
-            self.needs_snapshot = True  # only now the engine knows which knobs can be used with its model
         self.state = state
         self.model = state.model or self.model
         self.device = state.device or self.device

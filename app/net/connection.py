@@ -19,7 +19,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from app.net.types import OnItem, OnReply, StreamLost
+from app.net.types import LOADING, OnItem, OnReply, StreamLost
 from ipc import codec
 from ipc import messages as m
 from ipc.mirror import Mirror
@@ -73,6 +73,7 @@ class Connection:
         self._joined_at_s: float | None = None
         self._asked_at_s = -SNAPSHOT_EVERY_S
         self._pinged_at_s = 0.0
+        self._was_loading = False
         self._own: dict[int, Callable[[m.Reply], None]] = {}
         self.ctl = self._socket(context, zmq.DEALER)
         self.ctl.setsockopt(zmq.IMMEDIATE, 1)
@@ -158,7 +159,16 @@ class Connection:
                 self._transport_lost(now_s)
         self._read_ctl(now_s)
         self._read_tel(now_s)
+        self._look_for_model()
         self._due(now_s)
+
+    def _look_for_model(self) -> None:
+        """Once the model is loaded, have the knobs told again: only now it is known which can be used."""
+        state = self.mirror.state
+        loading = state is not None and state.phase in LOADING
+        if self._was_loading and not loading:
+            self.mirror.expect_snapshot()
+        self._was_loading = loading
 
     def _monitor_events(self) -> Iterator[int]:
         while self.monitor.poll(0):

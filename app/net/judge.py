@@ -13,7 +13,7 @@ import numpy as np
 
 from app.net.connection import Connection
 from app.net.supervisor import EngineProcess, ExitCause
-from app.net.types import LaunchSpec, LinkState, LinkStatus
+from app.net.types import LOADING, LaunchSpec, LinkState, LinkStatus
 from ipc import messages as m
 from ipc.liveness import Liveness, assess
 
@@ -31,7 +31,6 @@ _LIVENESS_STATE = {
     Liveness.DEAD: LinkState.DEAD,
 }
 _TAIL_STATES = (LinkState.FAILED, LinkState.STALLED, LinkState.UNRESPONSIVE)
-_LOADING = ("starting", "loading", "warming")
 
 
 class Judge:
@@ -202,7 +201,7 @@ class Judge:
     def _phase(state: m.EngineState | None, note: str) -> tuple[LinkState, str]:
         if state is None:
             return LinkState.CONNECTING, "Waiting for the engine's state."
-        if state.phase in _LOADING:
+        if state.phase in LOADING:
             return LinkState.LOADING, state.stage or "The model is being loaded."
         if state.phase == "failed":
             return LinkState.FAILED, state.reason or "The engine could not load its model."

@@ -21,12 +21,16 @@ from ipc.messages import (
     KnobValue,
     LogLine,
     ModelInfo,
+    Phase,
     Preempted,
     Reply,
     RequestRow,
     StepRow,
     Tokens,
 )
+
+LOADING: tuple[Phase, ...] = ("starting", "loading", "warming")
+"""The phases of an engine that has no model yet."""
 
 
 class LinkState(StrEnum):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -279,20 +278,3 @@ def test_another_session_forgets_everything() -> None:
     _read(mirror, fresh.wire)
     mirror.snapshot(fresh.snapshot())
     _same(mirror, fresh)
-
-
-def test_once_the_model_is_loaded_the_knobs_are_asked_for_again() -> None:
-    """Which choices there are depends on the model, at the same revision of the configuration."""
-    engine, mirror = _Engine(5), Mirror()
-    mirror.begin("one")
-    loading = msgspec.structs.replace(engine.snapshot(), state=state(phase="loading"))
-    mirror.snapshot(loading)
-    first = loading.seq.get("state", 0) + 1
-    mirror.frame("state", first, state(phase="loading", done_bytes=5))
-    assert not mirror.needs_snapshot
-    mirror.frame("state", first + 1, state(phase="ready"))
-    assert mirror.needs_snapshot
-    mirror.snapshot(msgspec.structs.replace(loading, state=state(), seq={"state": first + 1}))
-    mirror.frame("state", first + 2, state(phase="applying"))
-    mirror.frame("state", first + 3, state(phase="ready"))
-    assert not mirror.needs_snapshot, "a change of knobs tells of itself"

@@ -171,7 +171,11 @@ def test_a_baseline_of_the_live_window_holds_raw_rows_and_the_configuration(
         live.until(lambda found=items: ended(found), "its end")  # type: ignore[misc]
     last = items[-1]
     assert isinstance(last, Done)
-    live.until(lambda: any(v.rid == last.rid for v in live.session.request_rows()), "its row")
+
+    def told() -> bool:
+        return any(v.rid == last.rid and v.row.state == "finished" for v in live.session.request_rows())
+
+    live.until(told, "its last row")
     data = from_live(live.session, "now", newest=3)
     assert [row.output_tok for row in data.requests] == [5, 5, 5]
     assert data.config == live.knobs.values()
