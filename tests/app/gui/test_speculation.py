@@ -196,7 +196,7 @@ def test_what_is_no_model_is_refused_with_the_reason(
 
 
 def test_an_attached_engine_is_not_ours_to_restart(window: MainWindow, link: FeedLink, ours: Path) -> None:
-    """B05: the console started none, or left its own for this one; either way it says what to do there."""
+    """It ends with who started it; the dialog says what to do there."""
     link.ready()
     link.status = LinkStatus(
         state=LinkState.READY, session="s1", pid=9, endpoint="tcp://127.0.0.1:7750", data_age_s=0.1
