@@ -19,7 +19,9 @@ from engine.models.quantized.bits import unpack_awq
 from engine.models.quantized.scheme import FLOATS, Need, Settings, built, group_size
 
 HARMLESS = (
-    "quant_method",
+    "sym",  # the zeros are stored either way
+    "meta",
+    "lm_head",
     "backend",
     "do_fuse",
     "fuse_max_seq_len",
@@ -65,14 +67,14 @@ class AwqScheme:
 def parse(config: Mapping[str, Any]) -> AwqScheme:
     """Raises `ModelError` for other layouts (gemv, marlin) and bit widths."""
     settings = Settings("the AWQ quantization_config", config, HARMLESS)
-    for old, new in (("w_bit", "bits"), ("q_group_size", "group_size"), ("format", "version")):
-        if settings.get(old) is not None and settings.get(new) is not None:
-            raise ModelError(f"the AWQ quantization_config gives both {old} and {new}")
-    settings.one_of("bits", (4,), settings.get("w_bit"))
-    version = settings.get("version", settings.get("format", "gemm"))
+    settings.agreed("quant_method", "method", default="awq")
+    settings.one_of("bits", (4,), settings.agreed("w_bit", "bits", default=None))
+    version = settings.agreed("version", "format", "checkpoint_format", default="gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
         raise ModelError(f"the AWQ layout {version!r} is not supported; supported: gemm")
     settings.one_of("zero_point", (True,), True)
-    group = settings.size("group_size", settings.get("q_group_size", 128))
+    settings.one_of("pack_dtype", ("int32",), "int32")
+    settings.one_of("desc_act", (False,), False)
+    group = settings.size("group_size", settings.agreed("q_group_size", "group_size", default=128))
     settings.finish()
     return AwqScheme(group)

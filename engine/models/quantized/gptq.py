@@ -26,7 +26,6 @@ from engine.models.quantized.bits import unpack
 from engine.models.quantized.scheme import FLOATS, Need, Settings, built, group_size
 
 HARMLESS = (
-    "quant_method",
     "sym",  # the zeros are stored either way
     "damp_percent",
     "damp_auto_increment",
@@ -135,7 +134,10 @@ def parse(config: Mapping[str, Any]) -> GptqScheme:
     bits = settings.one_of("bits", (4, 8))
     if settings.get("is_marlin_format", False) is not False:
         raise ModelError("GPTQ weights in Marlin's layout are not supported; use the gptq or gptq_v2 format")
-    form = settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), settings.get("format", "gptq"))
+    settings.agreed("quant_method", "method", default="gptq")
+    form = settings.agreed("checkpoint_format", "format", default="gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise ModelError(f"the GPTQ layout {form!r} is not supported; supported: gptq, gptq_v2")
     settings.one_of("pack_dtype", ("int32",), "int32")
     if settings.get("dynamic"):
         raise ModelError("GPTQ settings that differ between layers (dynamic) are not supported")

@@ -97,7 +97,7 @@ def parse(config: Any) -> QuantizationPlan:
         )
     scheme = parsers[method](config)
     plain = list(_list(config, "modules_to_not_convert"))
-    if method != "gptq" or config.get("lm_head") is not True:
+    if config.get("lm_head") is not True:
         plain.append(HEAD)
     only = config.get("modules_in_block_to_quantize") if method == "gptq" else None
     rule = Rule((), True, scheme) if only is None else Rule(_suffixes(only), False, scheme)

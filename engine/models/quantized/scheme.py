@@ -65,6 +65,15 @@ class Settings:
         value = self._values.get(key)
         return default if value is None else value
 
+    def agreed(self, *keys: str, default: Any) -> Any:
+        """The value of a setting that goes by several names. Raises `ModelError` if they contradict."""
+        given = {key: value for key in keys if (value := self.get(key)) is not None}
+        values = list(given.values())
+        if any(value != values[0] for value in values):
+            shown = ", ".join(f"{key}={value!r}" for key, value in given.items())
+            raise ModelError(f"{self.what} says one thing in several ways that contradict: {shown}")
+        return values[0] if values else default
+
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
         """A value that must be among ``allowed``; True is not 1. Raises `ModelError`, naming them."""
         value = self.get(key, default)

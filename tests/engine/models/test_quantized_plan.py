@@ -95,7 +95,8 @@ def test_lists_of_layers_that_stay_plain_go_by_whole_parts_of_names() -> None:
 
 
 def test_gptq_can_quantize_the_head_or_only_some_modules() -> None:
-    assert parse({**GPTQ, "lm_head": True}).scheme_for("lm_head") is not None
+    for config in (GPTQ, AWQ):
+        assert parse({**config, "lm_head": True}).scheme_for("lm_head") is not None
     plan = parse({**GPTQ, "modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]})
     assert plan.scheme_for(Q) is not None
     assert plan.scheme_for(DOWN) is None
@@ -126,10 +127,13 @@ def test_config_groups_that_name_modules_go_before_all_linear_ones() -> None:
         ({**AWQ, "zero_point": False}, "zero_point"),
         ({**AWQ, "zero_point": 1}, "zero_point"),
         ({**AWQ, "rotate": True}, r"not known here: rotate=True"),
-        ({**AWQ, "w_bit": 4}, "both w_bit and bits"),
+        ({**AWQ, "w_bit": 8}, "contradict: w_bit=8, bits=4"),
+        ({**AWQ, "method": "gptq"}, "contradict: quant_method='awq', method='gptq'"),
+        ({**AWQ, "desc_act": True}, "desc_act"),
         ({**AWQ, "modules_to_not_convert": "lm_head"}, "a list of names"),
         ({**GPTQ, "bits": 2}, r"bits of the GPTQ .* is 2; supported: 4, 8"),
-        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "layout 'marlin'"),
+        ({**GPTQ, "checkpoint_format": "gptq", "format": "gptq_v2"}, "contradict"),
         ({**GPTQ, "is_marlin_format": True}, "Marlin"),
         ({**GPTQ, "dynamic": {"-:.*down.*": {}}}, "differ between layers"),
         ({**GPTQ, "group_size": 0}, "group_size"),
