@@ -313,6 +313,26 @@ def test_what_memory_cannot_hold_is_refused_before_anything_is_touched(
         Engine(expected.loaded, weight_dtype="int8")
 
 
+def test_a_refusal_says_what_is_needed_and_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte: the new weights, and three float32 copies of the largest one while it is rounded."""
+    shapes = ((512, 512), (512, 256), (8192, 512), (512, 4096))
+    sizes = {**LARGER, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 1}
+    runner = ModelRunner(load(tiny_folder("llama", **sizes)), device=CPU, dtype=torch.float32, measure=False)
+    needed = sum(rows * cols + 4 * rows for rows, cols in shapes) + 3 * 4 * 8192 * 512
+    precision = WeightPrecision("int8", "", "head")
+    no_memory(monkeypatch, 32 << 20)
+    with pytest.raises(NoRoom) as refusal:
+        runner.check_precision(precision)
+    told = f"weights in int8, head kept would take {needed / 2**30:.2f} GiB more, 0.03 GiB can be had"
+    assert str(refusal.value) == told
+    assert "would take 0.05 GiB" in told
+    no_memory(monkeypatch, needed - 1)
+    with pytest.raises(NoRoom):
+        runner.check_precision(precision)
+    no_memory(monkeypatch, needed)
+    runner.check_precision(precision)
+
+
 def test_originals_that_have_no_room_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the precision the engine started with stays, and a change says that it takes a restart."""
     loaded = larger()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.knob import KnobContext
-from engine.knob_store import KnobStore
+from engine.knob_store import KnobStore, PatchRefused
 from engine.layers.linear import LinearLayer
 from engine.models.hf_folder import hf_name
 from engine.models.linears import HEAD, PARTS, Place
@@ -23,7 +23,7 @@ from engine.weight_precision import WeightPrecision, quantized_bytes
 from ipc.messages import KnobValue, Sampling
 from tests import tiny_models
 from tests.engine.core_harness import Engine, tiny_folder
-from tests.engine.oracle import CHANGES, NEW_TOKENS, Expected, reference, tiny
+from tests.engine.oracle import CHANGES, NEW_TOKENS, Expected, reference, tiny, told
 from tests.engine.test_oracle import PLAIN, combination
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -78,6 +78,47 @@ def twin(architecture: str, name: str) -> Expected:
 def test_ids_are_those_of_the_converted_weights(name: str, changes: dict[str, Any]) -> None:
     """A31: each precision computes with its own weights exactly, whatever shares the step."""
     combination(twin("llama", name), PLAIN | changes, **PRECISIONS[name])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("name", "speculation"), [
+    ("int8", "ngram"), ("int8", "self"), ("int8 with the head", "self"), ("int4 rounded", "ngram"),
+    ("int4 awq", "ngram"),
+])  # fmt: skip
+def test_drafts_leave_the_text_of_low_weights_alone(name: str, speculation: str, overlap: bool) -> None:
+    """A15, A41: with speculation on and off the ids are those of the converted weights, cold and warm; a
+    copy in 4 bits drafts for weights in 8."""
+    expected = twin("llama", name)
+    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
+    engine = Engine(
+        expected.loaded,
+        drafter=told(expected),  # for ngram; it is right about two tokens of three
+        speculation=speculation,
+        spec_self_dtype="int4",
+        spec_adaptive=False,
+        overlap=overlap,
+        **PRECISIONS[name],
+    )
+    for _ in range(2):
+        expected.compare(engine.generate(expected.prompts, sampling))
+    steps = engine.heard.steps
+    assert 0 < sum(step.accepted_tok for step in steps) < sum(step.drafted_tok for step in steps)
+    engine.set(speculation="off")
+    expected.compare(engine.generate(expected.prompts, sampling))
+    assert engine.heard.steps[-1].drafted_tok == 0
+
+
+def test_weights_in_4_bits_have_no_lighter_copy_to_draft_with() -> None:
+    """A41: the pair of int4 and ``self`` is refused by name, at start and while running."""
+    plain = tiny("llama")
+    for lighter in ("int4", "int8"):
+        with pytest.raises(PatchRefused, match="choose fewer bits for the draft or more for the model"):
+            Engine(plain.loaded, weight_dtype="int4", speculation="self", spec_self_dtype=lighter)
+        engine = Engine(plain.loaded, weight_dtype="int4", int4_method="rtn", spec_self_dtype=lighter)
+        engine.set(speculation="self")
+        engine.run()
+        assert engine.heard.applies[-1].result == "rolled_back"
+        assert f"speculation=self in {lighter} needs weights" in engine.heard.applies[-1].why
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "mistral"])
