@@ -167,6 +167,32 @@ def test_what_is_amiss_is_named(
         load(low)
 
 
+SCALES = {"awq": "scales", "gptq": "scales", "compressed-tensors": "weight_scale", "fp8": "weight_scale_inv"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_that_do_not_arrive_are_named(tmp_path: Path, name: str) -> None:
+    """A31: in every format a scale of 0 or NaN is refused with its layer, and one that is missing is missed,
+    never taken for 1."""
+    low, _ = made(tmp_path, name)
+    part = f"{DOWN}.{SCALES[FORMATS[name].config['quant_method']]}"
+    good = load_file(low / "model.safetensors")[part]
+    for bad in (0.0, float("nan"), float("inf")):
+        scales = good.clone()
+        scales.flatten()[5] = bad
+        change(low, {part: scales})
+        with pytest.raises(ModelError, match=rf"{DOWN}: .*damaged: scales hold 1 values that are 0 or not"):
+            load(low)
+    change(low, {part: good.flatten()[:1]})
+    with pytest.raises(ModelError, match=rf"{part} has shape \[1\]"):
+        load(low)
+    change(low, {part: None})
+    with pytest.raises(ModelError, match=rf"lacks 1 tensors: {part}"):
+        load(low)
+    change(low, {part: good})
+    load(low)
+
+
 def test_random_weights_are_not_made_for_a_quantized_model(tmp_path: Path) -> None:
     low, _ = made(tmp_path, "awq")
     with pytest.raises(ModelError, match="random weights are only made for models in plain precision"):
