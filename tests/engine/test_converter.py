@@ -186,7 +186,7 @@ def test_the_layers_that_err_most_stay_precise() -> None:
 
 
 def test_nothing_of_other_weights_is_found_again() -> None:
-    """Prefixes and answers of one precision are not those of another, and old blocks are gone for good."""
+    """A06: prefixes and answers of one precision are not those of another; old blocks are gone for good."""
     expected = tiny("llama")
     engine = Engine(expected.loaded, result_cache=True)
     long = expected.prompts[4]

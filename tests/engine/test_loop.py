@@ -355,7 +355,7 @@ def test_prompts_at_the_limit(model: LoadedModel) -> None:
 def test_what_can_never_run_is_refused(
     model: LoadedModel, ids: list[int], sampling: Sampling, code: str
 ) -> None:
-    """A26: numbers out of range, unknown ids, empty prompts and what can never fit fail alone."""
+    """A26, I08: numbers out of range, unknown ids, empty prompts and what can never fit fail alone."""
     engine = Engine(model, pool_tokens=256)
     with pytest.raises(RequestRefused) as refused:
         engine.submit(ids, sampling)

@@ -206,6 +206,7 @@ def test_keys_that_are_not_finite_do_not_reach_the_next_owner_of_their_block() -
 
 
 def test_padded_vocabulary_rows_are_never_chosen() -> None:
+    """I08: neither as the best one nor by drawing."""
     loaded, _ = tiny("llama")
     driver = Driver(loaded)
     ids = prompt(20)

@@ -193,6 +193,36 @@ def test_scales_that_do_not_arrive_are_named(tmp_path: Path, name: str) -> None:
     load(low)
 
 
+def shard(low: Path) -> list[Path]:
+    """Split the folder's file into three, with an index."""
+    tensors = load_file(low / "model.safetensors")
+    names, weight_map = sorted(tensors), dict[str, str]()
+    files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    for number, file in enumerate(files):
+        own = names[number::3]  # so that the parts of a layer lie in different files
+        save_file({name: tensors[name] for name in own}, low / file)
+        weight_map |= dict.fromkeys(own, file)
+    (low / "model.safetensors").unlink()
+    (low / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return [low / file for file in files]
+
+
+def test_parts_of_a_layer_may_lie_in_different_shards(tmp_path: Path) -> None:
+    """I02, I03: codes here, scales there; a stray file changes nothing, and a missing shard is named."""
+    low, _ = made(tmp_path, "gptq desc_act")
+    before = {name: weight.dequantize() for name, weight in load(low).quantized.items()}
+    stray = {name: torch.zeros_like(tensor) for name, tensor in load_file(low / "model.safetensors").items()}
+    files = shard(low)
+    save_file(stray, low / "model.safetensors")
+    loaded = load(low)
+    assert loaded.quantized.keys() == before.keys()
+    assert all(torch.equal(weight.dequantize(), before[name]) for name, weight in loaded.quantized.items())
+    assert any("model.safetensors" in note for note in loaded.notes)
+    files[1].unlink()
+    with pytest.raises(ModelError, match=rf"1 files that are not there: {files[1].name}"):
+        load(low)
+
+
 def test_random_weights_are_not_made_for_a_quantized_model(tmp_path: Path) -> None:
     low, _ = made(tmp_path, "awq")
     with pytest.raises(ModelError, match="random weights are only made for models in plain precision"):
