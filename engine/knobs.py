@@ -387,10 +387,11 @@ _SPECULATION = (
         choices=("off", "ngram", "draft", "self"),
         choice_reason=_speculation_reason,
         help="Further tokens of an answer are drafted cheaply and verified together in one step; those that "
-        "the model itself would choose stay, so the text is the same. ngram drafts what followed the "
-        "last tokens where they occurred before in prompt or answer: it pays where text repeats, as in "
-        "editing, extraction and code. draft asks a smaller model (--draft-model) with the same tokenizer. "
-        "self asks a copy of the model's own weights in fewer bits.",
+        "the model itself would choose stay. In float32 the text is that without drafts. In 16 bits it is "
+        "so up to rounding, which depends on what is computed together, as in any other batch. ngram drafts "
+        "what followed the last tokens where they occurred before in prompt or answer: it pays where text "
+        "repeats, as in editing, extraction and code. draft asks a smaller model (--draft-model) with the "
+        "same tokenizer. self asks a copy of the model's own weights in fewer bits.",
     ),
     Knob(
         id="spec_tokens",
@@ -420,7 +421,7 @@ _SPECULATION = (
         group="speculation",
         title="Self-draft precision",
         type="choice",
-        default="int4",
+        default="int8",
         choices=("int4", "int8"),
         requires={"speculation": "self"},
         help="Precision of the copy of the linear layers' weights that drafts; embedding, head and norms are "
@@ -436,7 +437,7 @@ _SPECULATION = (
         lossy=True,
         requires={"speculation": "draft or self"},
         help="How drafts of requests with a temperature are made and checked. Coupled: drawn with the random "
-        "numbers that the model itself would use, and kept where it says the same, so the text is the same. "
+        "numbers that the model itself would use, and kept where it says the same, as without temperature. "
         "Rejection: drawn freely and kept with the probability that leaves the model's distribution as it "
         "is; more are kept, but a seed no longer gives the same text twice.",
     ),

@@ -33,7 +33,7 @@ NEUTRAL_KNOBS = frozenset(
         "batching", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefill_chunk_tokens",
         "policy", "priority_ageing_s", "max_num_queued", "batch_wait_ms", "preemption", "swap_space_gib",
         "overlap", "prefix_cache", "block_size", "kv_allocation", "kv_pool_gib", "kv_host_gib",
-        # How many tokens are verified together. Each is the one that would be chosen without.
+        # How many tokens are verified together: shapes again. Each is the one that would be chosen without.
         # What rejection sampling leaves to chance is not kept at all (see `ResultCache.ticket`).
         "speculation", "spec_tokens", "spec_adaptive", "spec_self_dtype",
         # How text is handled, and what is measured.

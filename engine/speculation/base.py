@@ -28,7 +28,7 @@ class Draft:
 
     probs: float32 [tokens, vocab_size], row i the distribution that token i was drawn from. None where tokens
     were not drawn from one that is known: the target's own choice at each place is compared with the draft
-    then, so that not only the distribution but the text itself is that without drafts.
+    then, so that not only the distribution but the text itself is that without drafts (see `verify`).
     """
 
     token_ids: list[int] = field(default_factory=list)

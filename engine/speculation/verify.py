@@ -5,14 +5,18 @@ the draft. What is kept is the longest start of the draft that holds, and then o
 so a step brings at least what it would have brought without a draft. Two rules decide:
 
 - The target chooses at every place as it always does, from the request's settings, seed and position, and the
-  draft holds as far as it says the same (for greedy requests: prefix match). The text is that without drafts,
-  whatever was drafted. It serves all greedy requests and all drafts without probabilities.
+  draft holds as far as it says the same (for greedy requests: prefix match). Equal logits give the text
+  without drafts, whatever was drafted. It serves all greedy requests and all drafts without probabilities.
 - A draft that was drawn from known probabilities q is held against the target's p by rejection sampling
   (arXiv 2211.17192, 2302.01318): token x stays with probability min(1, p(x) / q(x)), and the first that does
   not is replaced by one drawn from max(p - q, 0). Tokens are distributed as without drafts, and more of them
   are accepted, but which ones come out depends on the drafts, not on the seed alone.
 
 Only the target's own choice can end a request; ids that do are no different from others here.
+
+Logits are equal but for rounding: those of a row depend in their last bits on how many rows are computed
+together, with drafts as with other requests. In 16 bits that can decide between two tokens that are all but
+equally likely.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ SPECS: tuple[Spec, ...] = (
         on="self",
         workload=w.free_prose,
         figures=(f.tpot(), f.OUT_TOK_S, f.ACCEPTANCE, f.DRAFT_LENGTH),
-        expected="A copy of the weights in four bits is read in a quarter of the time, and mostly agrees.",
+        expected="A copy of the weights in eight bits is read in half the time, and nearly always agrees.",
         otherwise="Where the copy is hardly faster than the model, or a step of several tokens takes several "
         "times that of one, drafts are given up.",
     ),

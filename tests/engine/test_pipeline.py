@@ -19,7 +19,7 @@ from engine.runner import CopyFailed, StepOutput
 from ipc import codec
 from ipc.messages import KnobValue, Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
-from tests.engine.oracle import NEW_TOKENS, tiny, told
+from tests.engine.oracle import NEW_TOKENS, draft_model, tiny, told
 
 GREEDY = Sampling(max_tokens=12, ignore_eos=True)
 
@@ -504,6 +504,7 @@ RANDOM_FLIPS: list[dict[str, KnobValue]] = [
     {"max_num_seqs": 64}, {"attention": "naive"}, {"attention": "sdpa"}, {"batched_detokenize": True},
     {"batched_detokenize": False}, {"result_cache": True}, {"result_cache": False},
     {"speculation": "ngram", "spec_adaptive": False}, {"speculation": "off"}, {"spec_adaptive": True},
+    {"speculation": "draft", "spec_adaptive": False}, {"speculation": "self"}, {"spec_self_dtype": "int4"},
     {"spec_tokens": 1}, {"spec_tokens": 9}, {"forward_timing": True}, {"max_num_batched_tokens": 11},
     {"max_num_batched_tokens": 2048},
 ]  # fmt: skip
@@ -532,6 +533,7 @@ def test_anything_may_happen_at_any_time(seed: int, faulty: bool, monkeypatch: p
         overlap=seed % 2 == 0,
         swap_space_gib=0.001,
         drafter=told(expected),
+        draft_model=draft_model("llama"),
         speculation="ngram" if speculates else "off",
         spec_adaptive=False,
     )
@@ -539,8 +541,7 @@ def test_anything_may_happen_at_any_time(seed: int, faulty: bool, monkeypatch: p
     sent: dict[int, tuple[int, Sampling]] = {}
     cancelled: set[int] = set()
 
-    def submit() -> None:
-        which, sampling = rng.randrange(5), rng.choice([PLAIN, PLAIN, STOPPING])
+    def submit(which: int, sampling: Sampling) -> None:
         rid = engine.submit(
             expected.prompts[which], sampling, stream=rng.random() < 0.7, priority=rng.randrange(3)
         )
@@ -571,7 +572,8 @@ def test_anything_may_happen_at_any_time(seed: int, faulty: bool, monkeypatch: p
             faults.bad_row = rng.randrange(8)
 
     acts: list[tuple[float, Callable[[], None]]] = [
-        (0.3, submit), (0.06, cancel), (0.25, flip), (0.1, preempt),
+        (0.3, lambda: submit(rng.randrange(5), rng.choice([PLAIN, PLAIN, STOPPING]))), (0.06, cancel),
+        (0.25, flip), (0.1, preempt),
         (0.08 if faulty else 0.0, break_something),
     ]  # fmt: skip
     for _ in range(180):
@@ -581,6 +583,14 @@ def test_anything_may_happen_at_any_time(seed: int, faulty: bool, monkeypatch: p
         core.step()
     faults.error = faults.bad_row = None
     engine.run()
+    # What chance may have left out all the time: steps that overlap, drafts that hold, ends of both kinds.
+    always: dict[str, KnobValue] = {"overlap": True, "result_cache": False, "max_num_batched_tokens": 2048}
+    for kind in ("off", "ngram") if speculates else ("off",):
+        engine.set(**always, speculation=kind, spec_adaptive=False)
+        engine.run()
+        for which in range(5):
+            submit(which, PLAIN if which % 2 else STOPPING)
+        engine.run()
 
     assert set(engine.heard.done) == set(sent)
     finishes = {done.finish for done in engine.heard.done.values()}
