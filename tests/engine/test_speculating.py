@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from engine.models.loader import LoadedModel
 from engine.speculation.base import Drafter
@@ -87,6 +88,26 @@ def test_the_text_is_that_without_for_greedy_and_for_seeded_sampling(
             assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert total(engine, "accepted_tok") > 20
     assert any(0 < step.drafted_at[-1] < step.drafted_at[0] for step in engine.heard.steps if step.drafted_at)
+
+
+def test_in_16_bits_drafts_decide_nothing_but_near_ties() -> None:
+    """Rows that are computed together round otherwise than alone, so a text may take another turn where two
+    tokens are all but equally likely: with drafts as with other requests, and nowhere else."""
+    model, sampling = load(tiny_folder("llama"), torch.bfloat16), Sampling(max_tokens=48, ignore_eos=True)
+    texts, lonely = prompts(8, seed=9), Engine(model)
+    alone = [lonely.generate([text], sampling)[0] for text in texts]
+    answers = [[*text, *ids] for text, ids in zip(texts, alone, strict=True)]
+    drafts = speculating(model, Told(answers, model.spec.vocab_size, mistakes=0.1))
+    for engine in (drafts, Engine(model)):
+        for text, want, got in zip(texts, alone, engine.generate(texts, sampling), strict=True):
+            place = next((i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b), None)
+            if place is None:
+                continue
+            logits = torch.cat(list(drafts.core.runner.score([*text, *want[:place]])))[-1]
+            gap = float(logits[want[place]] - logits[got[place]]) / float(logits.abs().max())
+            assert abs(gap) < 4 * torch.finfo(torch.bfloat16).eps
+            assert min(logits[want[place]], logits[got[place]]) >= logits.topk(3).values[-1]
+    assert total(drafts, "accepted_tok") > 100
 
 
 @pytest.mark.parametrize("knobs", [
