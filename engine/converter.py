@@ -61,6 +61,7 @@ class Converter:
         self._codes: dict[Place, QuantizedWeight] = {}  # AWQ's, in host memory
         self._errors: dict[str, list[float]] = {}  # of each layer, by label
         self._learned: set[tuple[str, bool]] = set()
+        self._lighter_bytes: dict[Kind, int] = {}
         # Why there are no originals.
         self._gone = "the model was loaded in a low precision" if store.is_quantized else ""
 
@@ -146,9 +147,20 @@ class Converter:
             raise NoRoom(f"there are no weights to make a draft of: {self._gone}")
 
     def lighter_bytes(self, kind: Kind) -> int:
-        """About the bytes of what `lighter` makes."""
-        shapes = self._store.shapes.items()
-        return sum(quantized_bytes(kind, *shape) for place, shape in shapes if place != HEAD)
+        """The bytes of what `lighter` makes, in all forms that are fastest for some number of rows.
+
+        Measures these when it is first asked about a kind, and raises what `lighter` does.
+        """
+        self.check_lighter(kind)
+        found = self._lighter_bytes.get(kind)
+        if found is None:
+            with torch.inference_mode():
+                self._learn(_draft_precision(kind))
+                places = [place for place in self._store.shapes if place.layer == 0]
+                made = [self._maker.quantized(place, self._rounded(place, kind)) for place in places]
+            found = sum(linear.own_bytes for linear in made) * self._store.spec.num_layers
+            self._lighter_bytes[kind] = found
+        return found
 
     def lighter(self, kind: Kind, progress: Progress) -> dict[Place, LinearLayer]:
         """New linear layers of the original weights in ``kind``, but for the head; none in use is touched.
@@ -157,7 +169,7 @@ class Converter:
         MemoryError or RuntimeError without memory, and ValueError naming a layer whose weight is not finite.
         """
         self.check_lighter(kind)
-        store, precision = self._store, WeightPrecision(kind, "awq" if kind == "int4" else "", "head")
+        store, precision = self._store, _draft_precision(kind)
         places = [place for place in store.shapes if place != HEAD]
         meter = Meter(f"making a draft in {kind}", sum(map(store.bytes_of, places)), progress)
         made: dict[Place, LinearLayer] = {}
@@ -302,6 +314,10 @@ class Converter:
             tied = place == HEAD and spec.tie_word_embeddings
             total -= now.own_bytes if cpu or tied else now.nbytes
         return max(0, total)
+
+
+def _draft_precision(kind: Kind) -> WeightPrecision:
+    return WeightPrecision(kind, "awq" if kind == "int4" else "", "head")
 
 
 def _looker(study: Callable[[Place, Tensor], None], place: Place) -> Callable[[Tensor], None]:

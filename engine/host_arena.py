@@ -21,6 +21,9 @@ class CopyQueue:
         self._last: set[int] = set()  # pool blocks of the last copy
         self._touched: dict[Arena, set[int]] = {"swap": set(), "prefix": set()}
 
+    def __len__(self) -> int:
+        return len(self._copies)
+
     def add(self, arena: Arena, direction: Direction, block: int, host_block: int) -> None:
         """Ask for one block. Neighbours in the queue become one `Copy`, in which no pool block is twice."""
         last = self._copies[-1] if self._copies else None

@@ -23,7 +23,7 @@ from engine.door import RequestRefused, check_fit, check_request, check_whole
 from engine.identity import answer_identity, kv_identity
 from engine.knob_store import KnobStore, Proposal
 from engine.layout import Layout, layout_of
-from engine.mailbox import Cancel, Closed, Mailbox, StopFound
+from engine.mailbox import Cancel, Closed, Fetched, Mailbox, StopFound
 from engine.memory import kv_pool_bytes
 from engine.metrics import MeterReader, Meters, StageTotals
 from engine.models.loader import LoadedModel, load_model
@@ -35,7 +35,8 @@ from engine.result_cache import ResultCache
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerKnobs
 from engine.speculation.draft_models import DraftModels, DraftWeights
-from engine.speculation.model_drafter import ModelDrafter
+from engine.speculation.fetcher import Fetcher
+from engine.speculation.rounds import RoundDrafter
 from engine.speculation.speculator import Speculator
 from engine.weight_precision import WeightPrecision
 from ipc.messages import DeviceInfo, EngineState, KnobValue, Phase
@@ -125,7 +126,7 @@ class EngineCore:
             block_size=layout.block_size,
             identity=kv_identity(loaded.info, self.runner, knobs.values),
             release_slot=lambda slot: self.pipeline.release(slot),
-            window=self.runner.window,
+            window=self.drafts.kept_window,
         )
         self.results = ResultCache(answer_identity(loaded.info, self.runner, self.max_model_len))
         self.speculator = Speculator(loaded.spec.vocab_size)
@@ -158,12 +159,13 @@ class EngineCore:
         self.drafts.progress = self.progress
         self._rids = itertools.count(1)
         self._inbox = Mailbox()
+        self._fetcher = Fetcher(self._inbox, self.progress)
         self._doomed: dict[int, str | None] = {}  # to be ended once their step has landed: why, None: stopped
         self._num_begun = 0
         self._wake_ns: int | None = None
         reconfigure.set_up(self)
 
-    def _make_drafter(self, values: Mapping[str, KnobValue]) -> ModelDrafter:
+    def _make_drafter(self, values: Mapping[str, KnobValue]) -> RoundDrafter:
         wanted = DraftWeights.of(values)
         assert wanted is not None
         return self.drafts.make(wanted)
@@ -272,7 +274,7 @@ class EngineCore:
         )
 
     def progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
-        """Tell how far a change is that is being applied. Step thread."""
+        """Tell how far a change is that is being applied, or loaded. Step thread or fetching thread."""
         self._pulse.progress(stage, done_bytes, total_bytes)
 
     def wake(self) -> None:
@@ -290,6 +292,7 @@ class EngineCore:
         try:
             self._run(stop)
         finally:
+            self._fetcher.stop()
             self.answers.delivery.stop()
             self.pipeline.stop()
             gc.unfreeze()
@@ -411,7 +414,10 @@ class EngineCore:
                 case Request() as request:
                     self._accept_request(request, now_ns)
                 case Proposal() as proposal:
-                    self._apply(proposal, now_ns)
+                    self._begin_change(proposal, now_ns)
+                case Fetched(proposal, error):
+                    self._pulse.progress("", 0, 0)
+                    self._apply(proposal, now_ns, error)
                 case StopFound(rid):
                     self._finish(rid, None, now_ns)
                 case Cancel(rids, why):
@@ -444,15 +450,26 @@ class EngineCore:
         except RequestRefused as refused:
             self.answers.finish(request, "error", now_ns, code=refused.code, message=refused.message)
 
-    def _apply(self, proposal: Proposal, now_ns: int) -> None:
-        """Change the configuration between two steps, or leave all as it was and say why."""
+    def _begin_change(self, proposal: Proposal, now_ns: int) -> None:
+        """Apply a change, or first let what it needs be loaded while steps go on."""
+        job = reconfigure.what_to_fetch(self, proposal)
+        if job is None or self.phase == "stopping":
+            self._apply(proposal, now_ns)
+        else:
+            self._fetcher.start(proposal, job)
+
+    def _apply(self, proposal: Proposal, now_ns: int, error: Exception | None = None) -> None:
+        """Change the configuration between two steps, or leave all as it was and say why.
+
+        ``error``: what went wrong when what the change needs was loaded.
+        """
         if self.phase == "stopping":
             self.knobs.abandon()
             return
         if proposal.mode != "step":
             self._pulse.set_phase("applying")
         self._flush()  # what there is was computed under the old configuration
-        reconfigure.carry_out(self, proposal, now_ns)
+        reconfigure.carry_out(self, proposal, now_ns, error)
         self._pulse.blocks_changed(show_at_once=True)
         if self.phase == "applying":
             self._pulse.set_phase("ready")

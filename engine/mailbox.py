@@ -26,7 +26,15 @@ class StopFound:
     rid: int
 
 
-Item = Request | Cancel | StopFound | Proposal
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a change needs was loaded, or could not be."""
+
+    proposal: Proposal
+    error: Exception | None
+
+
+Item = Request | Cancel | StopFound | Proposal | Fetched
 
 
 class Closed(Exception):
@@ -47,7 +55,7 @@ class Mailbox:
     @property
     def has_change_next(self) -> bool:
         """Whether the next item is a change of the configuration."""
-        return bool(self._items) and isinstance(self._items[0], Proposal)
+        return bool(self._items) and isinstance(self._items[0], Proposal | Fetched)
 
     def put(self, item: Item) -> None:
         """Any thread. Raises `Closed` for a request after `close`."""

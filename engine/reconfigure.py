@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from engine.knob_store import PatchRefused, Proposal
 from engine.knobs import BY_ID
 from engine.layout import Layout, NoRoom, check_room, layout_of
 from engine.models.errors import ModelError
+from engine.models.reading import Progress
 from engine.plan import Arena, StepPlan
 from engine.runner import CopyFailed
 from engine.scheduler import SchedulerKnobs
@@ -32,8 +33,22 @@ class NoWayBack(Exception):
     """A change failed and so did going back: the engine has no KV pool any more and cannot go on."""
 
 
-def carry_out(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
+def what_to_fetch(core: EngineCore, proposal: Proposal) -> Callable[[Progress], None] | None:
+    """What loads what a change needs and is not there, for a thread beside the steps; None if nothing is."""
+    values = {**core.knobs.values, **proposal.changed}
+    if proposal.mode == "restart" or not core.drafts.must_fetch(values):
+        return None
+
+    def fetch(progress: Progress) -> None:
+        core.drafts.fetch(values, core.layout, _wanted(core, values), progress)
+
+    return fetch
+
+
+def carry_out(core: EngineCore, proposal: Proposal, now_ns: int, error: Exception | None = None) -> None:
     """Make the proposed values real and tell of it. No step may be in flight.
+
+    ``error``: why what the change needs could not be loaded.
 
     On failure everything is put back as it was, but for the content of what was rebuilt already, and the
     reason is told. NoWayBack if even that fails.
@@ -41,14 +56,18 @@ def carry_out(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
     events = core.answers.events
     before, why = len(events), ""
     try:
+        if error is not None:
+            raise error
         make_copies(core, now_ns)
         _reconfigure(core, proposal, now_ns)
-    except (PatchRefused, MemoryError, RuntimeError, ValueError) as error:
-        why = text_of(error)
+    except (PatchRefused, ModelError, NoRoom, MemoryError, RuntimeError, ValueError) as caught:
+        why = text_of(caught)
         core.knobs.abandon()
         log.warning("change %d was rolled back: %s", proposal.apply_id, why)
     else:
         core.answers.cfg_rev = core.knobs.commit(proposal)
+    finally:
+        core.drafts.forget_fetched()
     done_ns = core.clock_ns()
     events.append(
         ApplyEvent(
@@ -85,7 +104,7 @@ def start_over(core: EngineCore, now_ns: int) -> None:
             layout.block_size,
             now_ns,
             identity=kv_identity(core.loaded.info, core.runner, core.knobs.values),
-            window=core.runner.window,
+            window=core.drafts.kept_window,
         )
     )
 
@@ -239,7 +258,7 @@ def _replace_pool(core: EngineCore, values: Mapping[str, KnobValue], layout: Lay
             layout.block_size,
             now_ns,
             identity=kv_identity(core.loaded.info, core.runner, values),
-            window=runner.window,
+            window=core.drafts.kept_window,
         )
     )
     runner.allocate_kv(layout.num_blocks, layout.block_size, layout.kv_dtype)

@@ -117,8 +117,13 @@ class ModelRunner:
         self._traffic = self._model_traffic()
 
     @property
-    def attention_name(self) -> str:
+    def attention(self) -> AttentionBackend:
         """The attention backend that steps run with."""
+        return self._attention
+
+    @property
+    def attention_name(self) -> str:
+        """Its name."""
         return self._attention.name
 
     @property
@@ -170,7 +175,7 @@ class ModelRunner:
         self._converter.check_lighter(kind)
 
     def lighter_bytes(self, kind: Kind) -> int:
-        """About the bytes that `lighter` takes."""
+        """The bytes that `lighter` takes. See `engine.converter.Converter.lighter_bytes`."""
         return self._converter.lighter_bytes(kind)
 
     def lighter(self, kind: Kind, progress: Progress) -> dict[Place, LinearLayer]:

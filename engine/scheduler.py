@@ -288,6 +288,11 @@ class Scheduler:
         if accepted:
             self._mark(request, accepted)
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies were ordered since the last call of `take_copies`."""
+        return bool(self.kv.copies)
+
     def take_copies(self) -> list[Copy]:
         """All copies ordered since the last call, in the order in which they must be made before a launch."""
         return self.kv.take_copies()

@@ -1,7 +1,8 @@
 """The models that draft: where their weights come from, what they take of memory, and drafters made of them.
 
-Weights are there while a knob asks for them, and a pool of keys and values while a drafter is. Both are given
-back when speculation is switched off or to another kind; a change of the KV pool rebuilds the pool alone.
+Weights are there while a knob asks for them, and a draft model's pool of keys and values while its drafter
+is. Both are given back when speculation is switched off or to another kind; a change of the KV pool rebuilds
+the pool alone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 import torch
@@ -24,18 +25,21 @@ from engine.layout import Layout, NoRoom
 from engine.memory import free_bytes
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
-from engine.models.linears import LinearMaker, Place, WeightStore
+from engine.models.linears import HEAD, PARTS, LinearMaker, Place, WeightStore
 from engine.models.loader import LoadedModel
 from engine.models.reading import Progress
 from engine.models.spec import ModelSpec
 from engine.runner import ModelRunner
-from engine.speculation.model_drafter import ModelDrafter
+from engine.speculation.model_drafter import NEAR, ModelDrafter
 from engine.speculation.proposals import ProposalSampler
+from engine.speculation.rounds import RoundDrafter
+from engine.speculation.self_drafter import SelfDrafter
 from ipc.messages import KnobValue
 
 log = logging.getLogger(__name__)
 
-ATTENTION = "sdpa"  # that drafts are made with
+ATTENTION = "sdpa"  # that a draft model runs with
+MIB = 1 << 20
 WIDTH = {"model": 16, "fp8": 8, "int8": 8, "int4": 4}  # about the bits of a weight
 
 
@@ -57,12 +61,27 @@ class DraftWeights:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """What was loaded or made: the draft model, or the target's linear layers in a lower precision."""
+
+    of: DraftWeights
+    decoder: Decoder | None = None
+    linears: Mapping[Place, LinearLayer] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held beside the target's weights, each form of a linear layer's weights included."""
+        own = 0 if self.decoder is None else self.decoder.weight_bytes
+        return own + sum(linear.own_bytes for linear in self.linears.values())
+
+
 class DraftModels:
     """Weights and memory of models that draft for one target. The step thread owns it.
 
     ``load`` reads the draft model, to the target's device and in its dtype, and takes a ``progress``; None
     where none was given. It is called once at start, to see that it can serve, and again when it is switched
-    on.
+    on. `fetch` alone may run on another thread, while steps are computed and nothing is changed.
     """
 
     def __init__(
@@ -81,18 +100,19 @@ class DraftModels:
         self._max_model_len = max_model_len
         self._load = load
         self.progress = progress  # hears of loading and converting
-        self._held: DraftWeights | None = None
-        self._decoder: Decoder | None = None  # of the draft model
-        self._linears: dict[Place, LinearLayer] = {}  # of the target, in a lower precision
-        self._drafter: weakref.ref[ModelDrafter] | None = None
+        self._held: _Weights | None = None
+        self._fetched: _Weights | None = None  # to be held next
+        self._drafter: weakref.ref[RoundDrafter] | None = None
         self._spec: ModelSpec | None = None
-        self._file_bytes = 0  # of the draft model's weights
+        self._maker: LinearMaker | None = None  # knows which forms are fastest for the draft model
+        self._draft_bytes = 0  # of the draft model's weights in these forms
         if load is not None:
             loaded = load(progress=progress)
             check_tokens(target, loaded)
-            self._spec, self._file_bytes = loaded.spec, loaded.info.weight_bytes
+            self._spec = loaded.spec
+            self._measure(loaded)
             if wanted == DraftWeights("draft"):
-                self._take(loaded)
+                self._held = self._take(loaded)
             else:
                 loaded.weights.clear()
                 loaded.quantized.clear()
@@ -100,14 +120,22 @@ class DraftModels:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights held for drafting, beside those of the target."""
-        own = 0 if self._decoder is None else self._decoder.weight_bytes
-        return own + sum(linear.own_bytes for linear in self._linears.values())
+        return sum(weights.nbytes for weights in (self._held, self._fetched) if weights is not None)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values held for drafting."""
         drafter = None if self._drafter is None else self._drafter()
         return 0 if drafter is None else drafter.kv_bytes
+
+    @property
+    def kept_window(self) -> int | None:
+        """For how many tokens a request must keep blocks, None for all.
+
+        A draft model lags behind by what a step brought, and attends to as many tokens from there.
+        """
+        widest = self._runner.window
+        return widest if widest is None or self._load is None else widest + NEAR
 
     def check(self, values: Mapping[str, KnobValue], now: Layout, then: Layout) -> None:
         """Raise `NoRoom`, saying what is needed and what is there, if these values' drafter cannot be made.
@@ -126,109 +154,157 @@ class DraftModels:
                     "the model"
                 )
             self._runner.check_lighter(wanted.dtype)
-        if wanted == self._held and then.pool == now.pool and self.kv_bytes:
+        held = self._there(wanted)
+        kv = 0
+        if wanted.kind == "draft":
+            kv = then.num_blocks * self._bytes_per_block(then.block_size)
+        if held is not None and then.pool == now.pool and kv <= self.kv_bytes:
             return
-        weights = self.weight_bytes if wanted == self._held else self._bytes_of(wanted)
-        kv = then.num_blocks * self._bytes_per_block(wanted, then.block_size)
+        weights = held.nbytes if held is not None else self._bytes_of(wanted)
         pools = then.pool_bytes - now.pool_bytes if then.pool != now.pool else 0
-        available = free_bytes(self._runner.device) + self.weight_bytes + self.kv_bytes - pools
+        # Weights that are held now are given back when others are there, not before.
+        available = free_bytes(self._runner.device) + self.kv_bytes - pools
+        available += 0 if held is None else held.nbytes
         if weights + kv > available:
             raise NoRoom(
-                f"drafts with speculation={wanted.kind} would take {weights / GIB:.2f} GiB of weights and "
-                f"{kv / GIB:.2f} GiB of keys and values, {max(0, available) / GIB:.2f} GiB can be had"
+                f"drafts with speculation={wanted.kind} would take {_size(weights)} of weights and "
+                f"{_size(kv)} of keys and values, {_size(max(0, available))} can be had"
             )
 
-    def make(self, wanted: DraftWeights) -> ModelDrafter:
-        """A drafter over an empty pool of its own, as large as the target's. The last one must be gone.
+    def must_fetch(self, values: Mapping[str, KnobValue]) -> bool:
+        """Whether weights have to be loaded or made for these values, which takes long."""
+        wanted = DraftWeights.of(values)
+        return wanted is not None and self._there(wanted) is None
+
+    def fetch(self, values: Mapping[str, KnobValue], now: Layout, then: Layout, progress: Progress) -> None:
+        """Load or make the weights for these values, to be taken by `make`; others may still be in use.
+
+        Raises what `check` raises, and what loading and making do: `ModelError`, `NoRoom`, MemoryError,
+        RuntimeError and ValueError.
+        """
+        wanted = DraftWeights.of(values)
+        assert wanted is not None
+        self.check(values, now, then)
+        self._fetched = self._get(wanted, progress)
+
+    def make(self, wanted: DraftWeights) -> RoundDrafter:
+        """A drafter; a draft model's has an empty pool of its own. The last one must be gone.
 
         Raises MemoryError or RuntimeError if it does not fit, and what loading raises.
         """
-        kv = self._runner.kv
-        assert kv is not None
-        if wanted != self._held:
+        weights = self._there(wanted)
+        if weights is None:
             self.release()
-            if wanted.dtype is None:
-                assert self._load is not None  # the knob's choice is refused without
-                loaded = self._load(progress=self.progress)
-                check_tokens(self._target, loaded)
-                self._take(loaded)
-            else:
-                self._linears = self._runner.lighter(wanted.dtype, self.progress)
-                self._held = wanted
-        runner, spec = self._runner, self._windowed(wanted)
-        decoder = self._decoder or runner.decoder.sharing(self._linears)
-        pool = KVCache.allocate(
-            spec,
-            num_blocks=kv.num_blocks,
-            block_size=kv.block_size,
-            dtype=decoder.dtype,
-            device=runner.device,
+            weights = self._get(wanted, self.progress)
+        self._held, self._fetched = weights, None
+        runner = self._runner
+        assert runner.kv is not None
+        sampler = ProposalSampler(
+            runner.spec.vocab_size, self._target.eos_token_ids, runner.device, runner.padded_ids
         )
-        drafter = ModelDrafter(
-            wanted.kind,
-            decoder,
-            spec,
-            pool,
-            get_backend(ATTENTION),
-            ProposalSampler(
-                runner.spec.vocab_size, self._target.eos_token_ids, runner.device, runner.padded_ids
-            ),
-            runner.to_device,
-            max_len=min(spec.max_model_len, self._max_model_len),
-        )
+        drafter: RoundDrafter
+        if weights.decoder is None:
+            decoder = runner.decoder.sharing(weights.linears)
+            drafter = SelfDrafter(
+                decoder, runner.windowed, runner.kv, lambda: runner.attention, sampler, runner.to_device
+            )
+        else:
+            decoder, spec, backend = weights.decoder, self._windowed(), get_backend(ATTENTION)
+            pool = KVCache.allocate(
+                spec,
+                num_blocks=runner.kv.num_blocks,
+                block_size=runner.kv.block_size,
+                dtype=decoder.dtype,
+                device=runner.device,
+            )
+            max_len = min(spec.max_model_len, self._max_model_len)
+            drafter = ModelDrafter(
+                decoder, spec, pool, lambda: backend, sampler, runner.to_device, max_len=max_len
+            )
         self._drafter = weakref.ref(drafter)
         log.info(
-            "speculation=%s drafts with %.2f GiB of weights and %.2f GiB of keys and values: %s",
+            "speculation=%s drafts with %s of weights and %s of keys and values: %s",
             wanted.kind,
-            self.weight_bytes / GIB,
-            self.kv_bytes / GIB,
+            _size(self.weight_bytes),
+            _size(self.kv_bytes),
             decoder.kernels(),
         )
         return drafter
 
     def keep_only(self, wanted: DraftWeights | None) -> None:
         """Give back weights that these are not."""
-        if wanted != self._held:
+        if self._held is not None and wanted != self._held.of:
             self.release()
 
+    def forget_fetched(self) -> None:
+        """Give back what was fetched and not taken."""
+        self._fetched = None
+
     def release(self) -> None:
-        """Give all weights back."""
-        self._held, self._decoder, self._linears = None, None, {}
+        """Give back the weights that are in use."""
+        self._held = None
         if self._runner.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _take(self, loaded: LoadedModel) -> None:
-        weights, quantized = dict(loaded.weights), dict(loaded.quantized)
+    def _there(self, wanted: DraftWeights) -> _Weights | None:
+        return next((w for w in (self._held, self._fetched) if w is not None and w.of == wanted), None)
+
+    def _get(self, wanted: DraftWeights, progress: Progress) -> _Weights:
+        if wanted.dtype is not None:
+            return _Weights(wanted, linears=self._runner.lighter(wanted.dtype, progress))
+        assert self._load is not None  # the knob's choice is refused without
+        loaded = self._load(progress=progress)
+        check_tokens(self._target, loaded)
+        return self._take(loaded)
+
+    def _store(self, loaded: LoadedModel, *, consume: bool) -> WeightStore:
+        runner = self._runner
+        return WeightStore(
+            loaded.spec,
+            dict(loaded.weights),
+            dict(loaded.quantized),
+            dtype=runner.dtype,
+            device=runner.device,
+            consume=consume,
+        )
+
+    def _measure(self, loaded: LoadedModel) -> None:
+        """Choose the forms of the linear layers, and see from one layer what all will take in them."""
+        store = self._store(loaded, consume=False)
+        with torch.inference_mode():
+            maker = LinearMaker(store, measure=self._runner.measure)
+            if store.is_quantized:
+                maker.learn_loaded()
+            one = sum(maker.as_loaded(Place(0, part)).own_bytes for part in PARTS)
+            own = one * loaded.spec.num_layers + maker.as_loaded(HEAD).own_bytes
+        store.drop()
+        # Of quantized weights no layer holds the loaded ones beside its own forms.
+        quantized = sum(weight.nbytes for weight in loaded.quantized.values())
+        self._draft_bytes = loaded.info.weight_bytes - quantized + own
+        self._maker = maker
+
+    def _take(self, loaded: LoadedModel) -> _Weights:
+        maker, store = self._maker, self._store(loaded, consume=True)
+        assert maker is not None
         loaded.weights.clear()
         loaded.quantized.clear()
-        runner = self._runner
+        maker.store = store  # of the same model: what was measured at start holds
         with torch.inference_mode():
-            store = WeightStore(
-                loaded.spec, weights, quantized, dtype=runner.dtype, device=runner.device, consume=True
-            )
-            self._decoder = Decoder(
-                store, LinearMaker(store, measure=runner.measure), max_len=loaded.spec.max_model_len
-            )
+            decoder = Decoder(store, maker, max_len=loaded.spec.max_model_len)
         store.drop()
-        self._held = DraftWeights("draft")
+        return _Weights(DraftWeights("draft"), decoder)
 
     def _bytes_of(self, wanted: DraftWeights) -> int:
-        return self._file_bytes if wanted.dtype is None else self._runner.lighter_bytes(wanted.dtype)
+        return self._draft_bytes if wanted.dtype is None else self._runner.lighter_bytes(wanted.dtype)
 
-    def _bytes_per_block(self, wanted: DraftWeights, block_size: int) -> int:
-        return kv_bytes_per_block(self._spec_of(wanted), block_size, self._runner.dtype)
-
-    def _spec_of(self, wanted: DraftWeights) -> ModelSpec:
-        if wanted.dtype is not None:
-            return self._runner.spec
+    def _bytes_per_block(self, block_size: int) -> int:
         assert self._spec is not None
-        return self._spec
+        return kv_bytes_per_block(self._spec, block_size, self._runner.dtype)
 
-    def _windowed(self, wanted: DraftWeights) -> ModelSpec:
+    def _windowed(self) -> ModelSpec:
         """No layer of a draft model may look back further than the target, which gives up blocks."""
-        spec, widest = self._spec_of(wanted), self._runner.window
-        if wanted.dtype is not None:
-            return self._runner.windowed
+        spec, widest = self._spec, self._runner.window
+        assert spec is not None
         if widest is None:
             return spec
         return replace(spec, layer_windows=tuple(min(own or widest, widest) for own in spec.layer_windows))
@@ -242,3 +318,7 @@ def check_tokens(target: LoadedModel, draft: LoadedModel) -> None:
             f"{draft.info.name} ({draft.info.path}) cannot draft for {target.info.name} "
             f"({target.info.path}): their tokenizers differ: {why}"
         )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.2f} MiB"

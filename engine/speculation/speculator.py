@@ -18,9 +18,10 @@ from engine.scheduler import Scheduler
 from engine.speculation.adaptive import AdaptiveDrafts
 from engine.speculation.base import Draft, Drafter
 from engine.speculation.limits import cut_draft, draft_room, share
-from engine.speculation.model_drafter import ModelDrafter
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.proposals import DraftFailed
+from engine.speculation.rounds import RoundDrafter
+from engine.speculation.self_drafter import SelfDrafter
 from engine.step import StepOutput
 from ipc.messages import KnobValue
 
@@ -81,12 +82,12 @@ class Speculator:
             self._drafter = None if kind == "off" else self.makers[kind](values)
             self._made_of = made_of
             self._adaptive = AdaptiveDrafts(sequential=self._drafter is not None and self._drafter.sequential)
-        if isinstance(self._drafter, ModelDrafter):
+        if isinstance(self._drafter, RoundDrafter):
             self._drafter.drawn = values["spec_sampling"] == "rejection"
 
     def stop(self) -> None:
         """Make no drafts until `configure` is called again, and give up what making them takes."""
-        if isinstance(self._drafter, ModelDrafter):
+        if isinstance(self._drafter, RoundDrafter):
             self._drafter.close()
         self._made_of = ("off", "")
         self._drafter = None
@@ -201,6 +202,8 @@ class Speculator:
         ]
         if not any(rooms):
             return 0
+        if isinstance(drafter, SelfDrafter) and scheduler.has_copies:
+            return 0  # it works in the target's blocks, some of which are still to be copied
         try:
             drafts = drafter.propose([row.request for row, _ in asked], rooms)
         except DRAFT_ERRORS as error:
@@ -212,7 +215,7 @@ class Speculator:
             row.draft = cut_draft(draft, room, row.request.stop_ids, self._vocab_size)
             plan.draft_tokens += len(row.draft)
             plan.draft_requests += bool(row.draft)
-        caught_up = drafter.caught_up if isinstance(drafter, ModelDrafter) else 0
+        caught_up = drafter.caught_up if isinstance(drafter, RoundDrafter) else 0
         return 0 if caught_up else max(map(len, drafts))
 
     def _counts(

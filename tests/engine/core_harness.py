@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -149,10 +150,13 @@ class Engine:
         self.core.propose(patch, self.core.knobs.rev)
 
     def run(self, limit: int = 20_000) -> None:
-        """Step until nothing is live."""
+        """Step until nothing is live and no change is on its way."""
         for _ in range(limit):
-            if not self.core.step() and not self.core.answers.live:
+            if self.core.step():
+                continue
+            if not self.core.answers.live and self.core.knobs.pending is None:
                 return
+            time.sleep(1e-4)
         raise AssertionError(f"not finished after {limit} steps")
 
     def ids(self, rid: int) -> list[int]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import random
+import re
 import shutil
+import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,17 +24,21 @@ from engine.config import EngineConfig
 from engine.knob import KnobContext
 from engine.knob_store import KnobStore, PatchRefused
 from engine.knobs import BY_ID
+from engine.layers.linear import Choice, Form, candidates
+from engine.layers.precision import Kind, PrecisionChoice, QuantizedWeight, usable_forms
 from engine.lifetime import ExitCode
 from engine.loop import EngineCore
 from engine.models.errors import ModelError
 from engine.models.loader import LoadedModel
+from engine.models.reading import Progress
 from engine.options import engine_config, parser
-from engine.speculation.model_drafter import ModelDrafter
+from engine.speculation.rounds import RoundDrafter
 from ipc.messages import KnobValue, Sampling
 from tests import tiny_models
 from tests.engine.core_harness import Engine, load, tiny_folder
 
 GREEDY = Sampling(max_tokens=24, ignore_eos=True)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +182,7 @@ def test_memory_is_there_while_it_drafts_and_given_back_when_it_is_off(model: Lo
         engine.generate(prompts(), GREEDY)
         kv = engine.core.runner.kv
         assert kv is not None
-        per_token = (spec if kind == "draft" else model.spec).kv_bytes_per_token(torch.float32)
+        per_token = spec.kv_bytes_per_token(torch.float32) if kind == "draft" else 0  # it uses the target's
         assert drafts.kv_bytes == kv.num_blocks * kv.block_size * per_token
         assert drafts.weight_bytes > 30_000
         assert on - start >= drafts.kv_bytes + (drafts.weight_bytes if kind == "draft" else 0)
@@ -195,10 +202,23 @@ def test_what_memory_cannot_hold_is_refused_with_numbers(
 ) -> None:
     """Before anything is given up, and at start."""
     engine = drafting(model, "ngram")
-    monkeypatch.setattr(draft_models, "free_bytes", lambda _: 100_000)
+    assert change(engine, speculation=kind) == ""
+    drafts, size = engine.core.drafts, draft_models._size
+    weights, kv = drafts.weight_bytes, drafts.kv_bytes
+    if kind == "draft":  # its norms too, which nobody counts as weights that are held
+        weights += load(tiny_folder("qwen3")).info.weight_bytes - drafts.weight_bytes
+    assert change(engine, speculation="ngram") == ""
+    monkeypatch.setattr(draft_models, "free_bytes", lambda _: 50_000)
     why = change(engine, speculation=kind)
-    assert f"speculation={kind} would take 0.00 GiB of weights and 0.00 GiB of keys and values" in why
-    assert "0.00 GiB can be had" in why
+    assert why == (
+        f"drafts with speculation={kind} would take {size(weights)} of weights and {size(kv)} of keys and "
+        "values, 0.05 MiB can be had"
+    )
+    monkeypatch.setattr(draft_models, "free_bytes", lambda _: weights + kv - 1)
+    assert "would take" in change(engine, speculation=kind)
+    monkeypatch.setattr(draft_models, "free_bytes", lambda _: weights + kv)
+    assert change(engine, speculation=kind) == change(engine, speculation="ngram") == ""
+    monkeypatch.setattr(draft_models, "free_bytes", lambda _: 50_000)
     assert engine.core.knobs["speculation"] == "ngram"
     assert engine.generate(prompts(), GREEDY) == Engine(model).generate(prompts(), GREEDY)
     with pytest.raises(PatchRefused, match="would take"):
@@ -206,22 +226,53 @@ def test_what_memory_cannot_hold_is_refused_with_numbers(
 
 
 @pytest.mark.parametrize("kind", ["draft", "self"])
-def test_a_pool_that_leaves_no_room_for_drafts_is_refused(
+def test_every_form_that_weights_are_held_in_is_counted(
     model: LoadedModel, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = drafting(model, kind)
+    """Linear layers may hold weights twice, for few rows and for many: a refusal counts both."""
+
+    def both(*args: Any, **options: Any) -> Choice:
+        return Choice((1, 2), (*candidates(torch.float32, CPU)[:1], Form("bf16", torch.bfloat16, False)))
+
+    def twice(kind: Kind, samples: Sequence[QuantizedWeight], *args: Any, **_: Any) -> PrecisionChoice:
+        forms = usable_forms(kind, samples, CPU, expand=True)
+        first, second = next((a, b) for a in forms for b in forms if a.layout != b.layout)
+        return PrecisionChoice((1, 2), (first, second), kind)
+
+    once = drafting(model, kind, spec_self_dtype="int4").core.drafts.weight_bytes
+    monkeypatch.setattr("engine.models.linears.choose", both)
+    monkeypatch.setattr("engine.models.linears.choose_precision", twice)
+    engine = drafting(model, "off", spec_self_dtype="int4")
+    rid = engine.submit(prompts(1)[0], GREEDY)
+    monkeypatch.setattr(draft_models, "free_bytes", lambda _: 0)
+    why = change(engine, speculation=kind)
+    assert engine.heard.done[rid].finish == "length"
+    monkeypatch.undo()
+    monkeypatch.setattr("engine.models.linears.choose_precision", twice)
+    assert change(engine, speculation=kind) == ""
+    held = engine.core.drafts.weight_bytes
+    assert held > 1.3 * once
+    told = float(re.findall(r"would take ([0-9.]+) MiB of weights", why)[0]) * (1 << 20)
+    assert held <= told + 6000
+    assert told <= 1.05 * held
+
+
+def test_a_pool_that_leaves_no_room_for_drafts_is_refused(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = drafting(model, "draft")
     pool = engine.core.layout.pool_bytes
     monkeypatch.setattr(draft_models, "free_bytes", lambda _: pool)
     assert "would take" in change(engine, kv_pool_gib=3 * pool / (1 << 30))
     assert change(engine, kv_pool_gib=pool / 2 / (1 << 30)) == ""
-    assert engine.core.speculator.kind == kind
+    assert engine.core.speculator.kind == "draft"
 
 
 def test_memory_that_is_gone_after_all_puts_everything_back(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = drafting(model, "self")
-    rid = engine.submit(prompts(1)[0], GREEDY)
+    engine, long = drafting(model, "self"), Sampling(max_tokens=300, ignore_eos=True)
+    rid = engine.submit(prompts(1)[0], long)
     for _ in range(4):
         engine.core.step()
 
@@ -231,13 +282,75 @@ def test_memory_that_is_gone_after_all_puts_everything_back(
     with monkeypatch.context() as patch:
         patch.setattr(engine.core.drafts, "_load", no_memory)
         engine.set(speculation="draft")
-        engine.core.step()
+        while not engine.heard.applies:
+            engine.core.step()
     assert engine.heard.applies[-1].why == "no memory for a draft model"
     assert engine.core.speculator.kind == "self"
     before = total(engine, "drafted_tok")
     engine.run()
-    assert engine.ids(rid) == Engine(model).generate(prompts(1), GREEDY)[0]
+    assert engine.ids(rid) == Engine(model).generate(prompts(1), long)[0]
     assert total(engine, "drafted_tok") > before
+
+
+@pytest.mark.parametrize("kind", ["draft", "self"])
+def test_requests_go_on_while_weights_are_loaded(
+    model: LoadedModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading waits here until ten further steps were computed, and only then are drafts made."""
+    engine = drafting(model, "off")
+    core, may_end = engine.core, threading.Event()
+    get = core.drafts._get
+
+    def slow(*args: Any) -> Any:
+        assert may_end.wait(60), "no step was computed meanwhile"
+        return get(*args)
+
+    monkeypatch.setattr(core.drafts, "_get", slow)
+    long = Sampling(max_tokens=120, ignore_eos=True)
+    rids = [engine.submit(text, long) for text in prompts()]
+    core.step()
+    engine.set(speculation=kind)
+    for _ in range(10):
+        assert core.step()
+        assert (core.knobs.pending is None, core.knobs["speculation"]) == (False, "off")
+    assert len(engine.heard.steps) == 11
+    assert [step.output_tok for step in engine.heard.steps[1:]] == [4] * 10
+    with pytest.raises(PatchRefused, match="still being applied"):
+        engine.set(spec_tokens=2)
+    core.cancel(rids[:1])
+    may_end.set()
+    while core.knobs.pending is not None:
+        core.step()
+    assert engine.heard.applies[-1].result == "ok"
+    engine.run()
+    assert total(engine, "drafted_tok") > 0
+    wants = Engine(model).generate(prompts(), long)
+    assert [engine.ids(rid) for rid in rids[1:]] == wants[1:]
+    assert engine.heard.done[rids[0]].finish == "cancelled"
+
+
+def test_an_engine_that_is_stopped_waits_for_no_weights(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading ends where it next tells how far it is."""
+    engine, stop, begun = drafting(model, "off"), threading.Event(), threading.Event()
+
+    def endless(_wanted: object, progress: Progress) -> None:
+        begun.set()
+        while True:
+            progress("loading", 1, 2)
+            time.sleep(0.001)
+
+    monkeypatch.setattr(engine.core.drafts, "_get", endless)
+    thread = threading.Thread(target=engine.core.run, args=(stop,))
+    thread.start()
+    engine.set(speculation="draft")
+    assert begun.wait(30)
+    stop.set()
+    engine.core.wake()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert engine.core.knobs["speculation"] == "off"
 
 
 # --- the precision of the weights -----------------------------------------------------------------------
@@ -293,7 +406,7 @@ def test_a_draft_model_that_fails_is_given_up_and_no_request_is(
     wants = Engine(model).generate(prompts(), GREEDY)
     engine = drafting(model, kind)
     drafter = engine.core.speculator._drafter
-    assert isinstance(drafter, ModelDrafter)
+    assert isinstance(drafter, RoundDrafter)
     forward, calls = drafter._decoder.forward, [0]
 
     def faulty(*args: Any) -> torch.Tensor:

@@ -121,15 +121,47 @@ def test_a_draft_model_that_attends_to_less_is_only_less_often_right() -> None:
         assert engine.generate(expected.prompts, GREEDY) == wants
         shares[window] = total(engine, "accepted_tok") / total(engine, "drafted_tok")
     assert shares[8] < shares[32] == shares[64] == shares[None]  # those are all 32 beside this target
-    assert shares[32] > 0.2  # not 1: what long prompts have given up was not seen
+    assert 0.6 < shares[32] < 1  # not 1: what long prompts have given up was not seen
+
+
+@pytest.mark.parametrize("length", [20, 400])
+@pytest.mark.parametrize("window", [8, 32, 300])
+def test_a_window_leaves_the_drafts_of_the_model_itself_as_good_as_they_are(
+    model: LoadedModel, window: int, length: int
+) -> None:
+    """A33, A41: they attend to what the target has computed, with its windows, behind a long prompt whose
+    blocks were given up too, from the first token of the answer on."""
+    texts = [text * 30 for text in prompts(4)]
+    texts = [text[:length] for text in texts]
+    knobs: dict[str, Any] = {"sliding_window": window, "block_size": 4, "pool_tokens": 4096}
+    wants = Engine(model, **knobs).generate(texts, GREEDY)
+    engine = drafting(model, "self in int8", **knobs)
+    assert engine.generate(texts, GREEDY) == wants
+    assert total(engine, "accepted_tok") > 0.6 * total(engine, "drafted_tok")
+    assert all(step.draft_us for step in engine.heard.steps if step.decode_reqs and not step.prefill_reqs)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_a_draft_model_that_followed_a_request_misses_no_block_behind_a_window(block_size: int) -> None:
+    """A33: it lags behind by what a step brought, so blocks stay for it a little longer: always right."""
+    expected = tiny("mistral")
+    texts = [text[:20] for text in expected.prompts]
+    wants = Engine(expected.loaded, block_size=block_size).generate(texts, SETTINGS[1])
+    folder = tiny_folder("mistral", sliding_window=32)
+    engine = Engine(
+        expected.loaded, draft_model=folder, speculation="draft", spec_adaptive=False, block_size=block_size
+    )
+    for _ in range(2):
+        assert engine.generate(texts, SETTINGS[1]) == wants
+    assert total(engine, "accepted_tok") == total(engine, "drafted_tok") > 80
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_kinds_are_changed_in_the_middle_of_answers(model: LoadedModel, overlap: bool) -> None:
     """From none to each and back, with a step or more of each, while requests run: whoever comes to drafts in
     the middle of an answer is caught up with, also in a pool of other blocks."""
-    sampling = Sampling(max_tokens=120, ignore_eos=True)
-    wants = Engine(model).generate(prompts(), sampling)
+    sampling = Sampling(max_tokens=240, ignore_eos=True)
+    wants = Engine(model, pool_tokens=2048).generate(prompts(), sampling)
     rng = random.Random(overlap)
     engine = drafting(model, "the same model", speculation="off", overlap=overlap, pool_tokens=2048)
     flips = [
@@ -146,7 +178,8 @@ def test_kinds_are_changed_in_the_middle_of_answers(model: LoadedModel, overlap:
             for _ in range(rng.randrange(1, 6)):
                 engine.core.step()
             engine.set(**flip)
-            engine.core.step()
+            while engine.core.knobs.pending is not None:  # requests go on while weights are loaded
+                engine.core.step()
         engine.run()
         assert [event.why for event in engine.heard.applies[done:]] == [""] * len(round_flips)
         if round_flips is exact:
@@ -255,11 +288,31 @@ def test_cancels_and_preemptions_at_any_step_leave_nothing_behind(
     assert total(engine, "drafted_tok") > 200
     drafter = core.speculator._drafter
     assert drafter is not None
-    assert drafter.num_followed == 0  # type: ignore[attr-defined]
+    assert getattr(drafter, "num_followed", 0) == 0
     before = total(engine, "accepted_tok"), total(engine, "drafted_tok")
     expected.compare(engine.generate(expected.prompts, GREEDY))
     accepted, drafted = total(engine, "accepted_tok") - before[0], total(engine, "drafted_tok") - before[1]
     assert accepted == drafted > 0 if architecture == "qwen3" else accepted > 0
+
+
+def test_drafts_in_the_targets_own_blocks_wait_for_what_is_still_to_be_copied() -> None:
+    """A11, A41: a model that drafts for itself writes to lent blocks, whose evicted prefixes are copied to
+    host memory in the step that the draft is made for: what comes back from there is what was computed."""
+    expected, rng = tiny("llama"), random.Random(3)
+    engine = drafting(
+        expected.loaded,
+        "self in int8",
+        pool_tokens=200,
+        block_size=1,
+        kv_host_gib=0.002,
+        preemption="swap",
+        swap_space_gib=0.002,
+    )
+    for _ in range(6):
+        order = rng.sample(range(5), 5)
+        expected.compare(engine.generate([expected.prompts[i] for i in order], GREEDY), order)
+    assert total(engine, "host_hit_tok") > 100
+    assert total(engine, "accepted_tok") > 100
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

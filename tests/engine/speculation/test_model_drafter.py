@@ -30,11 +30,10 @@ def drafter(vocab_size: int = 320, max_len: int = 512, catch_up: int = 256) -> M
         decoder = Decoder(store, LinearMaker(store, measure=False), max_len=512)
     pool = KVCache.allocate(loaded.spec, num_blocks=64, block_size=BLOCK, dtype=torch.float32, device=CPU)
     return ModelDrafter(
-        "draft",
         decoder,
         loaded.spec,
         pool,
-        get_backend("sdpa"),
+        lambda: get_backend("sdpa"),
         ProposalSampler(vocab_size, loaded.eos_token_ids, CPU, None),
         torch.from_numpy,
         max_len=max_len,

@@ -1,0 +1,59 @@
+"""Drafts from the target itself, its linear layers in fewer bits, over the target's own keys and values.
+
+What the target has computed of a request is what the draft attends to, with the target's windows, whatever
+came from the prefix cache or from swap space: nothing is computed twice, and a draft needs no pool. Keys and
+values of the newest token and of the draft are written where the target will write its own when it verifies
+them, in the step that the draft is made for. Until then they lie behind everything that counts as computed,
+as those of rejected drafts do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.batch import RowRequest, TextRow
+from engine.speculation.base import NO_DRAFT, Draft
+from engine.speculation.rounds import RoundDrafter, Work, settings
+
+
+class SelfDrafter(RoundDrafter):
+    """Drafts over the pool of the target, whose queued copies must have been made."""
+
+    name = "self"
+
+    def propose(self, requests: Sequence[RowRequest], k: Sequence[int]) -> list[Draft]:
+        """See `Drafter`. All tokens but the newest must be computed, and blocks cover those of the draft.
+
+        Raises `DraftFailed` for logits that are not finite, and what a forward pass raises. What is not
+        finite in the requests' blocks is replaced by zeros then, as these may go to others.
+        """
+        drafts = [NO_DRAFT] * len(requests)
+        work = [
+            Work(i, request, _row_of(request), count)
+            for i, (request, count) in enumerate(zip(requests, k, strict=True))
+            if count
+        ]
+        try:
+            self._draft(work)
+        except Exception:
+            for each in work:
+                self._kv.scrub([block for block in each.row.block_table if block >= 0])
+            raise
+        for each in work:
+            drafts[each.at] = each.draft
+        return drafts
+
+    def clear(self) -> None:
+        """Nothing is remembered but by the slots that `release` forgets."""
+
+
+def _row_of(request: RowRequest) -> TextRow:
+    return TextRow(
+        [*request.token_ids],
+        request.block_table,
+        num_new=1,
+        num_computed=request.num_tokens - 1,
+        rid=request.rid,
+        slot=request.slot,
+        sampling=settings(request.sampling),
+    )
