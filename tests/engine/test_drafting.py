@@ -58,8 +58,8 @@ def prompts(count: int = 5, seed: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampling", SETTINGS, ids=range(len(SETTINGS)))
 def test_the_text_is_that_without(model: LoadedModel, sampling: Sampling, kind: str) -> None:
-    """A15, A16: alone and in a batch of different draft lengths, greedy or with a seed; and so are its
-    log-probabilities and its end."""
+    """A10, A13, A15, A16: alone and in a batch of different draft lengths, greedy or with a seed; and so are
+    its log-probabilities and its end."""
     plain = Engine(model)
     rids = [plain.submit(text, sampling, stream=False) for text in prompts()]
     plain.run()
@@ -158,8 +158,8 @@ def test_a_draft_model_that_followed_a_request_misses_no_block_behind_a_window(b
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_kinds_are_changed_in_the_middle_of_answers(model: LoadedModel, overlap: bool) -> None:
-    """From none to each and back, with a step or more of each, while requests run: whoever comes to drafts in
-    the middle of an answer is caught up with, also in a pool of other blocks."""
+    """A41: from none to each and back, with a step or more of each, while requests run: whoever comes to
+    drafts in the middle of an answer is caught up with, also in a pool of other blocks."""
     sampling = Sampling(max_tokens=240, ignore_eos=True)
     wants = Engine(model, pool_tokens=2048).generate(prompts(), sampling)
     rng = random.Random(overlap)
@@ -193,6 +193,7 @@ def test_kinds_are_changed_in_the_middle_of_answers(model: LoadedModel, overlap:
 def test_a_stop_string_inside_a_draft_cuts_where_it_would_without(
     model: LoadedModel, kind: str, stream: bool
 ) -> None:
+    """A20"""
     sampling = Sampling(max_tokens=40, ignore_eos=True, stop=["a", "e", "t", "is"])
     plain, engine = Engine(model), drafting(model, kind, spec_tokens=7)
     for each in (plain, engine):

@@ -69,7 +69,8 @@ def total(engine: Engine, field: str) -> int:
 def test_the_text_is_that_without_for_greedy_and_for_seeded_sampling(
     model: LoadedModel, sampling: Sampling, overlap: bool
 ) -> None:
-    """Ids, log-probabilities and ends are the same, though drafts of different lengths share a step."""
+    """A10, A13, A15: ids, log-probabilities and ends are the same, whatever seeds and penalties a request
+    has, though drafts of different lengths share a step."""
     plain = Engine(model)
     texts = prompts()
     rids = [plain.submit(text, sampling, stream=False) for text in texts]
@@ -216,7 +217,7 @@ def test_greedy_requests_with_drafts_touch_no_random_numbers(
 def test_a_stop_id_inside_an_accepted_draft_ends_exactly_there(
     model: LoadedModel, place: int, min_tokens: int
 ) -> None:
-    """The ids behind it, verified already, are dropped; below min_tokens it does not count."""
+    """A16: the ids behind it, verified already, are dropped; below min_tokens it does not count."""
     text = prompts(1)[0]
     free, drafter = knowing(model, [text], GREEDY, mistakes=0.0)
     stop = free[0][place]
@@ -259,7 +260,7 @@ def test_drafts_end_where_the_context_ends(model: LoadedModel) -> None:
 def test_a_stop_string_inside_a_draft_cuts_where_a_check_after_every_token_would(
     model: LoadedModel, stream: bool, overlap: bool
 ) -> None:
-    """Also across tokens and with min_tokens: text, ids and counts are those without speculation."""
+    """A01, A20: also across tokens and with min_tokens: text, ids and counts are those without."""
     texts = prompts(12, seed=3)
     for min_tokens in (0, 6):
         sampling = Sampling(max_tokens=40, ignore_eos=True, min_tokens=min_tokens, stop=["a", "e", "t", "is"])
@@ -393,6 +394,70 @@ def test_drafts_change_nothing_of_who_runs_when_and_preempt_nobody(block_size: i
     assert drafting == plain
     assert any(preemptions for _, preemptions in plain)
     assert total(engine, "drafted_tok") > 0
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_penalties_seeds_and_counts_survive_preemptions_between_drafts(
+    model: LoadedModel, preemption: str
+) -> None:
+    """A10, A13: prompt and output stay apart, and each place of the text keeps its random numbers, whoever
+    drafts beside it: requests of all settings at once, each preempted twice."""
+    texts = prompts(len(SETTINGS))
+    plain = Engine(model)
+    rids = [plain.submit(text, s, stream=False) for text, s in zip(texts, SETTINGS, strict=True)]
+    plain.run()
+    wants = [plain.heard.done[rid] for rid in rids]
+    answers = [[*text, *(want.ids or [])] for text, want in zip(texts, wants, strict=True)]
+    drafter = Told(answers, model.spec.vocab_size, mistakes=0.2)
+    engine = speculating(model, drafter, preemption=preemption, swap_space_gib=0.002)
+    core, rng = engine.core, random.Random(4)
+    rids = [engine.submit(text, s, stream=False) for text, s in zip(texts, SETTINGS, strict=True)]
+    for _ in range(2 * len(rids)):
+        core.step()
+        if core.scheduler.running:
+            victim = rng.choice(core.scheduler.running)
+            core.answers.note_preempted([core.scheduler.preempt(victim, core.clock_ns())])
+    engine.run()
+    assert len(engine.heard.preemptions) > len(rids)
+    for rid, want in zip(rids, wants, strict=True):
+        got = engine.heard.done[rid]
+        assert (got.ids, got.finish) == (want.ids, want.finish)
+        assert (got.row.prompt_tok, got.row.output_tok) == (want.row.prompt_tok, want.row.output_tok)
+        for mine, other in zip(got.logprobs or [], want.logprobs or [], strict=True):
+            assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
+    assert total(engine, "accepted_tok") > 20
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_place_of_a_draft_that_is_not_finite_ends_no_more_than_without(
+    model: LoadedModel, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A25: logits of the first, a later or the last place of some request's draft are NaN. What fails is that
+    request alone, if the place counts; all others have their ids, and nothing non-finite stays behind."""
+    wants, drafter = knowing(model, prompts(), GREEDY, mistakes=0.3)
+    for place in range(5):
+        engine = speculating(model, drafter, overlap=overlap)
+        forward, poison = engine.core.runner.decoder.forward, [3]
+
+        def poisoned(
+            *args: Any, place: int = place, poison: list[int] = poison, forward: Any = forward
+        ) -> Any:
+            logits = forward(*args)
+            if len(logits) > 8 and poison[0]:
+                poison[0] -= 1
+                logits[place] = math.nan
+            return logits
+
+        monkeypatch.setattr(engine.core.runner.decoder, "forward", poisoned)
+        got = engine.generate(prompts(), GREEDY)
+        monkeypatch.undo()
+        assert poison == [0]
+        ends = [engine.heard.done[rid] for rid in range(1, 6)]
+        for ids, want, done in zip(got, wants, ends, strict=True):
+            assert ids == want[: len(ids)]
+            assert done.finish == "length" or "non-finite" in done.message
+        assert sum(done.finish == "length" for done in ends) >= 2
+        assert engine.generate(prompts(), GREEDY) == wants
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
