@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, Ints
 from engine.batch import BatchBuilder, TextRow
 from engine.kv_cache import KVCache
+from engine.kv_scales import Extremes, KVScales
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 
@@ -108,3 +109,50 @@ def read_text(
         wanted = None if every_logit else to_device(batch.logit_tokens)
         decoder.forward(tokens, positions, slots, plan, kv, wanted)
     return kv
+
+
+class Calibration:
+    """What one decoder makes of the text with ``ids``: computed when it is first asked for.
+
+    Call it while no step is computed. ``attention`` gives the backend to run with.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        decoder: Decoder,
+        attention: Callable[[], AttentionBackend],
+        to_device: Callable[[Ints], Tensor],
+    ) -> None:
+        self._ids = ids
+        self._decoder = decoder
+        self._attention = attention
+        self._to_device = to_device
+        self._extremes: Extremes | None = None
+
+    def scales(self, storage: torch.dtype, spec: ModelSpec) -> KVScales:
+        """Scales for keys and values in 8 bits, with the windows of ``spec``, kept until `forget`.
+
+        Raises `KVScalesError` naming a head that yields none, and what `read` raises.
+        """
+        if self._extremes is None:
+            if not self._ids:
+                raise ValueError(
+                    "a quantized KV cache needs a text to calibrate its scales with; none was given"
+                )
+            kv = self.read(spec, every_logit=False)
+            with torch.inference_mode():
+                self._extremes = Extremes.of(kv.k, kv.v)
+        return self._extremes.scales(storage)
+
+    def forget(self) -> None:
+        """The weights or the windows have changed."""
+        self._extremes = None
+
+    def read(self, spec: ModelSpec, *, every_logit: bool) -> KVCache:
+        """See `read_text`. ValueError if there is no text."""
+        if not self._ids:
+            raise ValueError("weights can only be guided by a text to calibrate with; none was given")
+        return read_text(
+            self._ids, self._decoder, self._attention(), spec, self._to_device, every_logit=every_logit
+        )

@@ -18,6 +18,7 @@ from engine import reconfigure
 from engine.answer import Answers, Event
 from engine.block_pool import BlockView
 from engine.calibration import calibration_ids
+from engine.changes import Changes
 from engine.config import EngineConfig
 from engine.door import RequestRefused, check_fit, check_request, check_whole
 from engine.identity import answer_identity, kv_identity
@@ -35,9 +36,9 @@ from engine.result_cache import ResultCache
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerKnobs
 from engine.speculation.draft_models import DraftModels, DraftWeights
-from engine.speculation.fetcher import Fetcher
 from engine.speculation.rounds import RoundDrafter
 from engine.speculation.speculator import Speculator
+from engine.state import state_of
 from engine.weight_precision import WeightPrecision
 from ipc.messages import DeviceInfo, EngineState, KnobValue, Phase
 
@@ -81,7 +82,7 @@ class EngineCore:
         self.knobs = knobs
         self.max_model_len = min(config.max_model_len or loaded.spec.max_model_len, loaded.spec.max_model_len)
         self.text_meters = Meters()
-        self._device_info = device_info
+        self.device_info = device_info
         self.clock_ns = clock_ns
         embed = loaded.weights["embed"]
         self._dtype, device = embed.dtype, embed.device
@@ -155,13 +156,13 @@ class EngineCore:
             clock_ns,
             check=config.check,
         )
-        self._pulse = Pulse(config, self.scheduler, self.answers, self.state, clock_ns)
+        self.pulse = Pulse(config, self.scheduler, self.answers, self.state, clock_ns)
         self.drafts.progress = self.progress
         self._rids = itertools.count(1)
         self._inbox = Mailbox()
-        self._fetcher = Fetcher(self._inbox, self.progress)
+        self._changes = Changes(self, self._inbox)
         self._doomed: dict[int, str | None] = {}  # to be ended once their step has landed: why, None: stopped
-        self._num_begun = 0
+        self.num_begun = 0  # requests that came to the step thread
         self._wake_ns: int | None = None
         reconfigure.set_up(self)
 
@@ -174,7 +175,7 @@ class EngineCore:
 
     @property
     def phase(self) -> Phase:
-        return self._pulse.phase
+        return self.pulse.phase
 
     @property
     def step_count(self) -> int:
@@ -184,7 +185,7 @@ class EngineCore:
     @property
     def last_step_ns(self) -> int:
         """When the last step, or look at an empty queue, ended: its age shows a loop that hangs."""
-        return self._pulse.beat_ns
+        return self.pulse.beat_ns
 
     def new_rid(self) -> int:
         """A fresh request id."""
@@ -198,7 +199,7 @@ class EngineCore:
         if request.rid in self.answers.live:
             raise ValueError(f"request id {request.rid} is in use; take ids from new_rid")
         if self.phase in ("failed", "stopping"):
-            raise RequestRefused("not_ready", f"the engine is {self.phase}: {self._pulse.reason}")
+            raise RequestRefused("not_ready", f"the engine is {self.phase}: {self.pulse.reason}")
         check_request(request, vocab_size=self.loaded.spec.vocab_size, max_model_len=self.max_model_len)
         request.max_total = min(request.num_prompt + request.sampling.max_tokens, self.max_model_len)
         if not request.stream:
@@ -238,44 +239,11 @@ class EngineCore:
 
     def state(self) -> EngineState:
         """Phase, counts, memory and model as they are now."""
-        pending = self.knobs.pending
-        pool, kv, results = self.scheduler.pool, self.runner.kv, self.results
-        return EngineState(
-            phase=self.phase,
-            since_ns=self._pulse.since_ns,
-            cfg_rev=self.knobs.rev,
-            stage=self._pulse.stage,
-            done_bytes=self._pulse.done_bytes,
-            total_bytes=self._pulse.total_bytes,
-            pending_apply=pending.apply_id if pending is not None else None,
-            reason=self._pulse.reason[:4096],
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            num_blocks=pool.num_blocks,
-            block_size=pool.block_size,
-            kv_dtype="" if kv is None else str(kv.dtype).removeprefix("torch."),
-            kv_bytes=0 if kv is None else kv.nbytes,
-            host_kv_bytes=self.runner.host_nbytes("prefix"),
-            swap_bytes=self.runner.host_nbytes("swap"),
-            weight_bytes=self.runner.weight_bytes,
-            weight_dtype="" if self.runner.precision is None else self.runner.precision.name,
-            original_bytes=self.runner.original_bytes,
-            draft_weight_bytes=self.drafts.weight_bytes,
-            draft_kv_bytes=self.drafts.kv_bytes,
-            result_n=results.num_answers,
-            result_bytes=results.nbytes,
-            result_hits=results.hits,
-            speculation=self.speculator.reason[:4096],
-            ended=max(0, self._num_begun - len(self.answers.live)) + results.hits,
-            prefill_tok=self.pipeline.prefill_tokens,
-            decode_tok=self.pipeline.decode_tokens,
-            model=self.loaded.info,
-            device=self._device_info,
-        )
+        return state_of(self)
 
     def progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
         """Tell how far a change is that is being applied, or loaded. Step thread or fetching thread."""
-        self._pulse.progress(stage, done_bytes, total_bytes)
+        self.pulse.progress(stage, done_bytes, total_bytes)
 
     def wake(self) -> None:
         """Make a sleeping loop look again."""
@@ -292,7 +260,7 @@ class EngineCore:
         try:
             self._run(stop)
         finally:
-            self._fetcher.stop()
+            self._changes.stop()
             self.answers.delivery.stop()
             self.pipeline.stop()
             gc.unfreeze()
@@ -325,23 +293,23 @@ class EngineCore:
             return act()
         except Exception as error:
             self.pipeline.abandon()
-            self._pulse.set_phase("failed", f"{type(error).__name__}: {error}")
+            self.pulse.set_phase("failed", f"{type(error).__name__}: {error}")
             self.knobs.abandon()
             self.answers.finish_all(
                 "error", self.clock_ns(), code="internal", message=f"the engine failed: {error}"
             )
-            self._flush()
+            self.flush()
             raise
 
     def _end(self) -> bool:
         """The loop was asked to stop: what was computed is delivered, then everything is cancelled."""
         if self.pipeline.in_flight:
             self._land()
-        self._pulse.set_phase("stopping")
+        self.pulse.set_phase("stopping")
         self._inbox.close()
         self._take_inbox(self.clock_ns())
         self.answers.finish_all("cancelled", self.clock_ns(), message="the engine stopped")
-        self._flush()
+        self.flush()
         return True
 
     def _do_step(self) -> bool:
@@ -371,12 +339,12 @@ class EngineCore:
         plan = step.plan if step is not None else None
         self._wake_ns = plan.wake_ns if plan is not None else None
         if plan is None or launched or flew or plan.wake_ns is not None:
-            self._pulse.moved()
+            self.pulse.moved()
         else:
-            self._pulse.look_for_stall(plan.reason)
-        self._pulse.publish()
-        self._flush()
-        self._pulse.beat_ns = self.clock_ns()
+            self.pulse.look_for_stall(plan.reason)
+        self.pulse.publish()
+        self.flush()
+        self.pulse.beat_ns = self.clock_ns()
         return took or flew or launched or (plan is not None and bool(plan.preemptions))
 
     def _may_stage(self) -> bool:
@@ -391,7 +359,7 @@ class EngineCore:
     def _land(self) -> Landing:
         """Take the results of the step in flight, then end who was to be ended meanwhile."""
         landing = self.pipeline.land()
-        self._pulse.blocks_changed()
+        self.pulse.blocks_changed()
         now = self.clock_ns()
         if landing == "copies lost":
             reconfigure.start_over(self, now)
@@ -414,16 +382,15 @@ class EngineCore:
                 case Request() as request:
                     self._accept_request(request, now_ns)
                 case Proposal() as proposal:
-                    self._begin_change(proposal, now_ns)
+                    self._changes.begin(proposal, now_ns)
                 case Fetched(proposal, error):
-                    self._pulse.progress("", 0, 0)
-                    self._apply(proposal, now_ns, error)
+                    self._changes.carry_out(proposal, now_ns, error)
                 case StopFound(rid):
                     self._finish(rid, None, now_ns)
                 case Cancel(rids, why):
                     for rid in rids:
                         self._finish(rid, why, now_ns)
-                    self._pulse.blocks_changed()
+                    self.pulse.blocks_changed()
         return took
 
     def _finish(self, rid: int, why: str | None, now_ns: int) -> None:
@@ -442,7 +409,7 @@ class EngineCore:
             self.answers.finish(request, "cancelled", now_ns, code="cancelled", message=why)
 
     def _accept_request(self, request: Request, now_ns: int) -> None:
-        self._num_begun += 1
+        self.num_begun += 1
         self.answers.begin(request)
         pool = self.scheduler.pool
         try:  # again, because the pool may have been rebuilt since
@@ -450,31 +417,8 @@ class EngineCore:
         except RequestRefused as refused:
             self.answers.finish(request, "error", now_ns, code=refused.code, message=refused.message)
 
-    def _begin_change(self, proposal: Proposal, now_ns: int) -> None:
-        """Apply a change, or first let what it needs be loaded while steps go on."""
-        job = reconfigure.what_to_fetch(self, proposal)
-        if job is None or self.phase == "stopping":
-            self._apply(proposal, now_ns)
-        else:
-            self._fetcher.start(proposal, job)
-
-    def _apply(self, proposal: Proposal, now_ns: int, error: Exception | None = None) -> None:
-        """Change the configuration between two steps, or leave all as it was and say why.
-
-        ``error``: what went wrong when what the change needs was loaded.
-        """
-        if self.phase == "stopping":
-            self.knobs.abandon()
-            return
-        if proposal.mode != "step":
-            self._pulse.set_phase("applying")
-        self._flush()  # what there is was computed under the old configuration
-        reconfigure.carry_out(self, proposal, now_ns, error)
-        self._pulse.blocks_changed(show_at_once=True)
-        if self.phase == "applying":
-            self._pulse.set_phase("ready")
-
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send what there is to be told. Step thread."""
         begin = self.clock_ns()
         self.answers.flush()
         self.pipeline.published_ns = (begin, self.clock_ns())

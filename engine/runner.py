@@ -7,7 +7,7 @@ before it is computed by another thread. `ModelRunner.compute` does the rest, on
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from engine.attention import AttentionBackend, get_backend, probe
 from engine.attention.base import Ints
-from engine.batch import Batch, BatchBuilder, Plan, ScheduledRow, TextRow
-from engine.calibration import read_text
+from engine.batch import BatchBuilder, Plan, ScheduledRow
+from engine.calibration import Calibration
+from engine.choosing import choose_tokens, fail_nonfinite
 from engine.converter import Converter
 from engine.kv_cache import KVCache, kv_bytes_per_block, storage_dtype
-from engine.kv_scales import Extremes, KVScales
+from engine.kv_scales import KVScales
 from engine.layers.linear import LinearLayer
 from engine.layers.precision import Kind
 from engine.layout import NoRoom
@@ -97,12 +98,12 @@ class ModelRunner:
             store = WeightStore(loaded.spec, weights, quantized, dtype=dtype, device=device, consume=consume)
             maker = LinearMaker(store, measure=measure)
             self.decoder = Decoder(store, maker, max_len=max_model_len or loaded.spec.max_model_len)
-        self._converter = Converter(self.decoder, maker, store, self._read_text)
         self.sampler = DraftSampler(loaded.spec.vocab_size, loaded.eos_token_ids, device)
         self._padded = loaded.padded_ids.to(device) if loaded.padded_ids.numel() else None
-        self._max_len = max_model_len or loaded.spec.max_model_len
-        self._calibration_ids = list(calibration_ids or ())[: self._max_len]
-        self._extremes: Extremes | None = None
+        self.max_len = max_model_len or loaded.spec.max_model_len
+        ids = list(calibration_ids or ())[: self.max_len]
+        self._calibration = Calibration(ids, self.decoder, lambda: self._attention, self.to_device)
+        self._converter = Converter(self.decoder, maker, store, self._read_text)
         self._windowed = self.spec  # the model with the windows that are in force
         self._kv_dtype = "model"
         self._builder: BatchBuilder | None = None
@@ -161,7 +162,7 @@ class ModelRunner:
         if precision == self.precision:
             return
         self.free_kv()
-        self._extremes = None
+        self._calibration.forget()
         try:
             self._converter.convert(precision, progress)
         finally:
@@ -240,10 +241,7 @@ class ModelRunner:
         ValueError for an unknown kv_dtype or without calibration ids, MemoryError if there is no room for the
         text's keys and values.
         """
-        storage = storage_dtype(kv_dtype, self.dtype)
-        if self._extremes is None:
-            self._extremes = self._calibrate()
-        return self._extremes.scales(storage)
+        return self._calibration.scales(storage_dtype(kv_dtype, self.dtype), self._windowed)
 
     def set_window(self, override: int) -> None:
         """Let every layer attend to the last ``override`` tokens at most; 0: to what its own window says.
@@ -257,7 +255,7 @@ class ModelRunner:
             windows = tuple(min(own or override, override) for own in windows)
         if windows != self._windowed.layer_windows:
             self.free_kv()
-            self._extremes = None
+            self._calibration.forget()
             self._windowed = replace(self.spec, layer_windows=windows)
 
     def free_kv(self) -> None:
@@ -337,13 +335,12 @@ class ModelRunner:
             if copies:
                 out.copied_blocks = self._host.run(copies, kv, copying)
             forward.start()
-            logits = self._forward(prepared, prepared.wanted)
+            logits = self.forward(prepared, prepared.wanted)
             forward.stop()
             until_sampling.stop()
-            if batch.sampled:
-                self._sample(logits, batch, kv, out)
+            choose_tokens(self.sampler, logits, batch, kv, out, self._padded)
             if self.decoder.finite is not None:
-                self._fail_nonfinite(self.decoder.finite, batch, kv, out)
+                fail_nonfinite(self.decoder.finite, batch, kv, out)
             took = time.perf_counter() - started
         traffic = prepared.traffic
         out.weight_bytes, out.kv_bytes, out.flops = traffic.weight_bytes, traffic.kv_bytes, traffic.flops
@@ -371,59 +368,16 @@ class ModelRunner:
             out.copy_s = timer.elapsed_s()
         return out
 
-    def score(self, ids: Sequence[int], chunk: int = 256) -> Iterator[Tensor]:
-        """Float32 logits of every position of a text, [up to chunk, vocab_size] at a time, in order.
-
-        The text is run through the pool as it is, in its precision and with its windows, and lies in its
-        first blocks afterwards: for measuring, not beside requests. ValueError if the pool or the model's
-        context is too short for it, RuntimeError without a pool.
-        """
-        kv = self._pool()
-        blocks = -(-len(ids) // kv.block_size)
-        if len(ids) > self._max_len or blocks > kv.num_blocks:
-            raise ValueError(
-                f"a text of {len(ids)} tokens needs {blocks} blocks of {kv.block_size}, the pool has "
-                f"{kv.num_blocks}; the longest context is {self._max_len} tokens"
-            )
-        row = TextRow(list(ids), list(range(blocks)))
-        while row.num_computed < len(ids):
-            row.num_new = min(chunk, len(ids) - row.num_computed)
-            prepared = self.prepare([row])
-            prepared.fill()
-            with torch.inference_mode():
-                logits = self._forward(prepared, None)
-            yield logits
-            row.num_computed += row.num_new
-
-    def _forward(self, prepared: Prepared, wanted: Tensor | None) -> Tensor:
+    def forward(self, prepared: Prepared, wanted: Tensor | None) -> Tensor:
+        """Float32 logits of a filled step's tokens in ``wanted``, None for all of them."""
         ids = self.to_device(prepared.batch.ids)
         return self.decoder.forward(
             ids, prepared.positions, prepared.slots, prepared.attention, prepared.kv, wanted
         )
 
-    def _calibrate(self) -> Extremes:
-        """What the calibration text's keys and values come to, with the windows that are in force."""
-        if not self._calibration_ids:
-            raise ValueError("a quantized KV cache needs a text to calibrate its scales with; none was given")
-        kv = self._read(self._windowed, every_logit=False)
-        with torch.inference_mode():
-            return Extremes.of(kv.k, kv.v)
-
     def _read_text(self) -> None:
         """Run the calibration text through the model as it is meant to be run."""
-        if not self._calibration_ids:
-            raise ValueError("weights can only be guided by a text to calibrate with; none was given")
-        self._read(self.spec, every_logit=True)
-
-    def _read(self, spec: ModelSpec, *, every_logit: bool) -> KVCache:
-        return read_text(
-            self._calibration_ids,
-            self.decoder,
-            self._attention,
-            spec,
-            self.to_device,
-            every_logit=every_logit,
-        )
+        self._calibration.read(self.spec, every_logit=True)
 
     def _model_traffic(self) -> TrafficModel:
         return TrafficModel(
@@ -441,48 +395,6 @@ class ModelRunner:
     def _kernels(self, linear: str) -> str:
         act = str(self.decoder.activation_dtype).removeprefix("torch.")
         return f"{linear},activations={act}"[:MAX_KERNELS_CHARS]
-
-    def _sample(self, logits: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -> None:
-        if self._padded is not None:
-            logits.index_fill_(1, self._padded, float("-inf"))
-        if any(batch.drafts):
-            self._verify(logits, batch, kv, out)
-            return
-        sampled = self.sampler.sample(logits, batch.sampled_rows)
-        for i, token, logprob in zip(batch.sampled, sampled.token_ids, sampled.logprobs, strict=True):
-            if token is not None:
-                out.token_ids[i], out.logprobs[i] = [token], [logprob]
-            else:
-                out.nonfinite[i] = True
-                kv.scrub(batch.blocks_of(i))
-
-    def _verify(self, logits: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -> None:
-        """Choose tokens where some requests have drafts."""
-        for i, verified in zip(
-            batch.sampled, self.sampler.verify(logits, batch.sampled_rows, batch.drafts), strict=True
-        ):
-            out.token_ids[i], out.logprobs[i] = verified.token_ids, verified.logprobs
-            out.accepted[i], out.nonfinite[i] = verified.accepted, verified.nonfinite
-            if verified.nonfinite or verified.nonfinite_beyond:
-                kv.scrub(batch.blocks_of(i))
-
-    def _fail_nonfinite(self, finite: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -> None:
-        """Fail the requests of whose tokens one that counts is not finite: finite [tokens].
-
-        A rejected draft's do not count; what they wrote is cleaned all the same.
-        """
-        rows = batch.rows
-        bad = (~finite).nonzero().squeeze(1).cpu().numpy()
-        # The first bad token of each row: if that one was drafted and rejected, so were those behind it.
-        at, first = np.unique(np.searchsorted(rows.starts, bad, side="right") - 1, return_index=True)
-        for row, token in zip(at.tolist(), bad[first].tolist(), strict=True):
-            entry = batch.order[row]
-            if not out.nonfinite[entry]:
-                kv.scrub(batch.blocks_of(entry))
-            rejected = batch.drafted[row] - out.accepted[entry]
-            if token < rows.starts[row] + rows.num_new[row] - rejected:
-                out.token_ids[entry], out.logprobs[entry] = [], []
-                out.accepted[entry], out.nonfinite[entry] = 0, True
 
     def _backend(self, name: str) -> AttentionBackend:
         reason = probe(name, self.spec, self.device, self.dtype)

@@ -7,12 +7,13 @@ text is given, so one early difference does not make everything after it differ,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.batch import TextRow
 from engine.runner import ModelRunner
 
 ROWS = 64  # positions that are compared at once: a vocabulary is wide
@@ -44,7 +45,7 @@ def log_probabilities(
     """
     runner.set_window(window)
     runner.allocate_kv(-(-len(ids) // block_size), block_size, kv_dtype)
-    parts = [torch.log_softmax(logits, dim=-1).cpu() for logits in runner.score(ids)]
+    parts = [torch.log_softmax(logits, dim=-1).cpu() for logits in score(runner, ids)]
     return torch.cat(parts)
 
 
@@ -65,3 +66,28 @@ def compare(reference: Tensor, changed: Tensor, ids: Sequence[int]) -> Quality:
         top1_agreement=same / len(ids),
         perplexity_ratio=math.exp(float(lost.double().mean())),
     )
+
+
+def score(runner: ModelRunner, ids: Sequence[int], chunk: int = 256) -> Iterator[torch.Tensor]:
+    """Float32 logits of every position of a text, [up to chunk, vocab_size] at a time, in order.
+
+    The text is run through the pool as it is, in its precision and with its windows, and lies in its first
+    blocks afterwards: not beside requests. ValueError if the pool or the model's context is too short for it.
+    """
+    kv = runner.kv
+    assert kv is not None
+    blocks = -(-len(ids) // kv.block_size)
+    if len(ids) > runner.max_len or blocks > kv.num_blocks:
+        raise ValueError(
+            f"a text of {len(ids)} tokens needs {blocks} blocks of {kv.block_size}, the pool has "
+            f"{kv.num_blocks}; the longest context is {runner.max_len} tokens"
+        )
+    row = TextRow(list(ids), list(range(blocks)))
+    while row.num_computed < len(ids):
+        row.num_new = min(chunk, len(ids) - row.num_computed)
+        prepared = runner.prepare([row])
+        prepared.fill()
+        with torch.inference_mode():
+            logits = runner.forward(prepared, None)
+        yield logits
+        row.num_computed += row.num_new

@@ -16,6 +16,7 @@ from engine.kv_scales import LARGEST, Extremes, KVScales, KVScalesError
 from engine.runner import ModelRunner
 from tests import tiny_models
 from tests.engine.driving import CPU, Driver, prompt, tiny
+from tests.quality import score
 
 STORAGE = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 QUANTIZED = tuple(STORAGE)
@@ -88,7 +89,7 @@ def test_calibration_makes_the_largest_number_of_a_head_the_largest_stored(
 ) -> None:
     d = driver("model", "qwen2", calibration=calibration)
     ids = prompt(calibration, seed=8)[:512]
-    list(d.runner.score(ids))
+    list(score(d.runner, ids))
     assert d.runner.kv is not None
     largest = [[float(layer[: len(ids), h].abs().max()) for h in range(3)] for layer in d.runner.kv.k]
     scales = d.runner.kv_scales(kv_dtype)
@@ -241,12 +242,12 @@ def test_a_quantized_pool_holds_as_many_tokens_more_as_it_says(kv_dtype: str) ->
 @pytest.mark.parametrize("kv_dtype", QUANTIZED)
 def test_bfloat16_reads_quantized_keys_near_float32(kv_dtype: str, attention: str) -> None:
     ids = prompt(60)
-    want = torch.cat(list(driver(kv_dtype, attention=attention).runner.score(ids)))
+    want = torch.cat(list(score(driver(kv_dtype, attention=attention).runner, ids)))
     # Where bfloat16 rounds a key to the other side, e4m3 stores a number that is up to an eighth away.
     part = {"int8": 0.05, "fp8_e4m3": 0.15}[kv_dtype]
     for chunk in (1, 7, 100):
         d = driver(kv_dtype, attention=attention, dtype=torch.bfloat16)
-        got = torch.cat(list(d.runner.score(ids, chunk)))
+        got = torch.cat(list(score(d.runner, ids, chunk)))
         assert float((got - want).abs().mean()) < part * float(want.std()), chunk
 
 

@@ -20,7 +20,7 @@ from engine.runner import ModelRunner
 from tests import quality
 from tests.engine.driving import CPU, prompt, tiny
 from tests.public_domain import TEXT
-from tests.quality import Quality
+from tests.quality import Quality, score
 
 
 class Measured:
@@ -65,14 +65,16 @@ def test_eight_bits_a_key_keep_most_of_what_the_model_says(measured: Measured) -
     assert 0.86 < fp8.top1_agreement < 1
     assert 0.95 < fp8.perplexity_ratio < 1.12
 
-    found = measured.runner._extremes
+    found = measured.runner._calibration._extremes
     assert found is not None
     try:
-        measured.runner._extremes = Extremes(torch.full_like(found.k, 127.0), torch.full_like(found.v, 127.0))
+        measured.runner._calibration._extremes = Extremes(
+            torch.full_like(found.k, 127.0), torch.full_like(found.v, 127.0)
+        )
         assert (measured.runner.kv_scales("int8").k == 1).all()
         plain, _ = measured.against("int8")
     finally:
-        measured.runner._extremes = found
+        measured.runner._calibration._extremes = found
     assert plain.mean_kl_nats > 20 * int8.mean_kl_nats
     assert plain.top1_agreement < int8.top1_agreement - 0.3
 
@@ -113,11 +115,11 @@ def test_scoring_gives_the_same_logits_in_any_cut_and_refuses_what_is_too_long()
         want = reference(torch.tensor([ids])).logits[0]
     runner.allocate_kv(18, 4)
     for chunk in (1, 33, 256):
-        parts = list(runner.score(ids, chunk))
+        parts = list(score(runner, ids, chunk))
         assert [len(part) for part in parts[:-1]] == [chunk] * (len(parts) - 1)
         torch.testing.assert_close(torch.cat(parts), want, rtol=1e-4, atol=1e-3)
     with pytest.raises(ValueError, match="a text of 73 tokens needs 19 blocks of 4, the pool has 18"):
-        next(runner.score(prompt(73)))
+        next(score(runner, prompt(73)))
     runner.allocate_kv(200, 4)
     with pytest.raises(ValueError, match="the longest context is 512 tokens"):
-        next(runner.score(prompt(600)))
+        next(score(runner, prompt(600)))

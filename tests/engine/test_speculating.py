@@ -21,6 +21,7 @@ from ipc.messages import Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.oracle import NEW_TOKENS, tiny, told
 from tests.engine.speculation.told import Always, Told
+from tests.quality import score
 
 GREEDY = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
 SETTINGS = [
@@ -104,7 +105,7 @@ def test_in_16_bits_drafts_decide_nothing_but_near_ties() -> None:
             place = next((i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b), None)
             if place is None:
                 continue
-            logits = torch.cat(list(drafts.core.runner.score([*text, *want[:place]])))[-1]
+            logits = torch.cat(list(score(drafts.core.runner, [*text, *want[:place]])))[-1]
             gap = float(logits[want[place]] - logits[got[place]]) / float(logits.abs().max())
             assert abs(gap) < 4 * torch.finfo(torch.bfloat16).eps
             assert min(logits[want[place]], logits[got[place]]) >= logits.topk(3).values[-1]

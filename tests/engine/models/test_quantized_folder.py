@@ -23,6 +23,7 @@ from tests import tiny_models
 from tests.engine.core_harness import Engine
 from tests.engine.models.quantized_files import FORMATS, MODULES, Format, quantize_folder
 from tests.engine.oracle import reference, tiny_prompts
+from tests.quality import score
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -79,7 +80,7 @@ def test_bfloat16_stays_near_the_twin(tmp_path: Path, name: str) -> None:
     with torch.inference_mode():
         want = model(torch.tensor([prompt])).logits[0]
     loaded = load_model(low, dtype=torch.bfloat16, device=CPU, progress=lambda *_: None)
-    got = torch.cat(list(Engine(loaded).core.runner.score(prompt)))
+    got = torch.cat(list(score(Engine(loaded).core.runner, prompt)))
     assert float((got - want).abs().mean()) < 0.08 * float(want.std())
 
 

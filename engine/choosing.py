@@ -1,0 +1,64 @@
+"""What the logits of a step come to: the next tokens of its requests, and which of these must fail."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.kv_cache import KVCache
+from engine.speculation.verify import DraftSampler
+from engine.step import StepOutput
+
+
+def choose_tokens(
+    sampler: DraftSampler, logits: Tensor, batch: Batch, kv: KVCache, out: StepOutput, padded: Tensor | None
+) -> None:
+    """Put the tokens that float32 logits [rows, vocab_size] come to into ``out``; the logits are changed.
+
+    ``padded``: ids that no token belongs to, which are never chosen. A request whose logits are not finite
+    gets none, and its blocks are cleaned.
+    """
+    if not batch.sampled:
+        return
+    if padded is not None:
+        logits.index_fill_(1, padded, float("-inf"))
+    if any(batch.drafts):
+        _verify(sampler, logits, batch, kv, out)
+        return
+    sampled = sampler.sample(logits, batch.sampled_rows)
+    for i, token, logprob in zip(batch.sampled, sampled.token_ids, sampled.logprobs, strict=True):
+        if token is not None:
+            out.token_ids[i], out.logprobs[i] = [token], [logprob]
+        else:
+            out.nonfinite[i] = True
+            kv.scrub(batch.blocks_of(i))
+
+
+def fail_nonfinite(finite: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -> None:
+    """Fail the requests of whose tokens one that counts is not finite: finite [tokens].
+
+    A rejected draft's do not count; what they wrote is cleaned all the same.
+    """
+    rows = batch.rows
+    bad = (~finite).nonzero().squeeze(1).cpu().numpy()
+    # The first bad token of each row: if that one was drafted and rejected, so were those behind it.
+    at, first = np.unique(np.searchsorted(rows.starts, bad, side="right") - 1, return_index=True)
+    for row, token in zip(at.tolist(), bad[first].tolist(), strict=True):
+        entry = batch.order[row]
+        if not out.nonfinite[entry]:
+            kv.scrub(batch.blocks_of(entry))
+        rejected = batch.drafted[row] - out.accepted[entry]
+        if token < rows.starts[row] + rows.num_new[row] - rejected:
+            out.token_ids[entry], out.logprobs[entry] = [], []
+            out.accepted[entry], out.nonfinite[entry] = 0, True
+
+
+def _verify(sampler: DraftSampler, logits: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -> None:
+    """Choose tokens where some requests have drafts."""
+    found = sampler.verify(logits, batch.sampled_rows, batch.drafts)
+    for i, verified in zip(batch.sampled, found, strict=True):
+        out.token_ids[i], out.logprobs[i] = verified.token_ids, verified.logprobs
+        out.accepted[i], out.nonfinite[i] = verified.accepted, verified.nonfinite
+        if verified.nonfinite or verified.nonfinite_beyond:
+            kv.scrub(batch.blocks_of(i))
