@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -287,6 +288,8 @@ def test_flipped_while_running(architecture: str, knob: str, first: KnobValue, s
     stopping = Sampling(max_tokens=40, ignore_eos=True, stop=["a", "e", "t"])
     stopped = engine.submit(expected.prompts[4], stopping)
     for step in itertools.count(1):
+        while core.knobs.pending is not None and not core._inbox:  # its weights are being loaded
+            time.sleep(1e-3)
         if not core.step() and not core.answers.live:
             break
         if step % 4 == 0 and step <= 32 and core.answers.live and core.knobs.pending is None:
