@@ -8,6 +8,7 @@ up as a missing tensor, since `QuantizationPlan.needs` says exactly what must be
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from engine.models.quantized.scheme import Need, Scheme, Settings
 
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
 HEAD = "lm_head"
-MAX_PATTERN_CHARS, MAX_REPEATS = 400, 8
+MAX_PATTERN_CHARS = 400
+MAX_TRIES = 4_000_000  # ways in which a pattern may match a name, all of which a failure goes through
+_NAME_CHARS = 64  # of a module's name, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +150,7 @@ def _target(name: str) -> re.Pattern[str]:
     if not name.startswith("re:"):
         return re.compile(re.escape(name) + r"\Z")
     text = name.removeprefix("re:")
-    # A file from elsewhere must not be able to keep the engine busy: no repeated groups, few repetitions.
-    if (
-        len(text) > MAX_PATTERN_CHARS
-        or re.search(r"\)[*+?{]", text)
-        or len(re.findall(r"[*+{]", text)) > MAX_REPEATS
-    ):
+    if len(text) > MAX_PATTERN_CHARS or _most_tries(text) > MAX_TRIES:
         raise ModelError(f"the pattern {text[:100]!r} in quantization_config is too involved to be run")
     try:
         return re.compile(text)
@@ -160,6 +158,21 @@ def _target(name: str) -> re.Pattern[str]:
         raise ModelError(
             f"the pattern {text[:100]!r} in quantization_config is no regular expression: {error}"
         ) from error
+
+
+def _most_tries(pattern: str) -> float:
+    """A bound of the ways in which a regular expression matches a name; a file must not keep the engine busy.
+
+    Each repetition ends somewhere in the name, and each ``|`` adds a choice to its group. What is repeated
+    as a group multiplies without end.
+    """
+    if re.search(r"\)[*+?{]", pattern):
+        return math.inf
+    repeats = len(re.findall(r"(?<!\()[*+?{]\??", pattern))  # but not the ? of (?: and (?!
+    choices = 1
+    for part in pattern.split("("):
+        choices *= 1 + part.count("|")
+    return choices * math.comb(_NAME_CHARS + repeats, repeats)
 
 
 def _part_of_name(name: str) -> re.Pattern[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -94,6 +95,22 @@ def test_lists_of_layers_that_stay_plain_go_by_whole_parts_of_names() -> None:
     assert exact.scheme_for("lm_head") is not None  # it is a Linear, and this list does not name it
 
 
+@pytest.mark.parametrize("pattern", [
+    r".*lm_head", r"model\.layers\.\d+\.mlp\.(gate|up|down)_proj$", r".*layers\.(0|1|2|3|10|11|12|13|14)\..*",
+    r"(?!.*mlp).*q_proj", r".*(?:q|k|v|o)_proj.*", r".*\.layers\.[0-9]+\..*?proj",
+])  # fmt: skip
+def test_patterns_as_people_write_them_are_run(pattern: str) -> None:
+    assert len(parse(compressed(ignore=[f"re:{pattern}"])).plain) == 1
+
+
+def test_the_most_involved_pattern_that_is_run_takes_no_time() -> None:
+    """Every way to match is tried, for each of a model's modules."""
+    worst = parse(compressed(ignore=["re:" + ".*" * 4 + "(.|.)(.|.)!"]))
+    began = time.perf_counter()
+    assert worst.scheme_for("model.layers.10.self_attn.q_proj.and_a_longer_name_still") is not None
+    assert time.perf_counter() - began < 5
+
+
 def test_gptq_can_quantize_the_head_or_only_some_modules() -> None:
     for config in (GPTQ, AWQ):
         assert parse({**config, "lm_head": True}).scheme_for("lm_head") is not None
@@ -151,6 +168,10 @@ def test_config_groups_that_name_modules_go_before_all_linear_ones() -> None:
         (compressed(transform_config={"config_groups": {}}), "rotated"),
         (compressed(config_groups={}), "config_groups"),
         (compressed(ignore=["re:(a+)+$"]), "too involved"),
+        (compressed(ignore=["re:" + ".?" * 60 + "!"]), "too involved"),
+        (compressed(ignore=["re:" + "(.|.)" * 60 + "!"]), "too involved"),
+        (compressed(ignore=["re:" + ".*" * 8 + "!"]), "too involved"),
+        (compressed(ignore=["re:.*" + "x" * 400]), "too involved"),
         (compressed(ignore=["re:("]), "no regular expression"),
         (grouped({**WEIGHTS, "num_bits": 4}), "num_bits"),
         (grouped({**WEIGHTS, "type": "int"}), "int weights in the format float-quantized"),
