@@ -77,10 +77,9 @@ def tiles_of(weight: QuantizedWeight) -> Tiles:
             (weight.codes, weight.scales),
         )
     if isinstance(weight, Fp8BlockWeight):
-        scales = (weight.scales.float() * HALF_BIAS).repeat_interleave(weight.block[0], 0)
-        held = (weight.codes, weight.scales)
-        filler = _filler(_e4m3(weight.codes), scales, None, weight.block[1])
-        return Tiles(weight.shape, filler, None, held)
+        scales = weight.scales.float() * HALF_BIAS
+        filler = _filler(_e4m3(weight.codes), scales, None, weight.block[1], weight.block[0])
+        return Tiles(weight.shape, filler, None, (weight.codes, scales))
     if isinstance(weight, Int8Weight):
         codes = weight.codes
         if weight.per_channel:
@@ -110,16 +109,27 @@ def _e4m3(codes: Tensor) -> _Codes:
 
 def _grouped(weight: Int8Weight | Int4Weight, codes: _Codes, zero: int) -> Tiles:
     zeros = weight.zeros
-    scales = weight.scales.t()
-    offsets = torch.full_like(scales, zero) if zeros is None else zeros.t()
+    offsets = (
+        torch.full((1, 1), float(zero)).expand(weight.shape[0], weight.groups) if zeros is None else zeros.t()
+    )
     held = (weight.codes, weight.scales) if zeros is None else (weight.codes, weight.scales, zeros)
-    return Tiles(weight.shape, _filler(codes, scales, offsets, weight.group), None, held)
+    return Tiles(weight.shape, _filler(codes, weight.scales.t(), offsets, weight.group), None, held)
 
 
 def _filler(
-    codes: _Codes, scales: Tensor | None = None, zeros: Tensor | None = None, group: int = 0
+    codes: _Codes, scales: Tensor | None = None, zeros: Tensor | None = None, group: int = 0, block: int = 1
 ) -> Callable[[int, int, Tensor], None]:
-    """Codes, then for each group of columns minus its zero and times its scale ([out, groups])."""
+    """Codes, then for each group of columns minus its zero and times its scale.
+
+    scales: [ceil(out / block), groups]; zeros: [out, groups].
+    """
+
+    def expanded(scales: Tensor, start: int, stop: int) -> Tensor:
+        first = start // block
+        some = scales[first : -(-stop // block)].float()
+        return (
+            some if block == 1 else some.repeat_interleave(block, 0)[start - first * block :][: stop - start]
+        )
 
     def fill(start: int, stop: int, out: Tensor) -> None:
         codes(start, stop, out)
@@ -127,7 +137,7 @@ def _filler(
             return
         cols = out.shape[1]
         whole = cols // group
-        factors = scales[start:stop].float().unsqueeze(-1)
+        factors = expanded(scales, start, stop).unsqueeze(-1)
         offsets = None if zeros is None else zeros[start:stop].float().unsqueeze(-1)
         parts = [(out[:, : whole * group].view(stop - start, whole, group), slice(0, whole))] if whole else []
         if cols % group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -208,6 +209,27 @@ def test_what_forms_hold(kind: Kind) -> None:
     for form in precision_forms(kind, CPU):
         held = held_bytes((form.build(weight, None, torch.float32),))
         assert held == pytest.approx(256 * 576 * each[form.layout], rel=0.02), form.name
+
+
+def test_expanding_a_weight_keeps_no_more_than_is_told() -> None:
+    """A scale a block, not one a row; no zeros where all are alike."""
+    blocks = Fp8BlockWeight(normal(2048, 576).to(torch.float8_e4m3fn), torch.rand(16, 5) + 0.1, (128, 128))
+    plain = grouped_int8(512, 256, 32)
+    for weight, limit in ((blocks, 16 * 5 * 4 + 999), (replace(plain, zeros=None, order=None), 999)):
+        gc.collect()
+        before = {id(each) for each in gc.get_objects()}
+        for form in precision_forms(weight.kind, CPU):
+            if form.name != "dequant-fp32gemm":
+                continue
+            product = form.build(weight, None, torch.float32)
+            held = (
+                each for each in gc.get_objects() if type(each) is torch.Tensor and id(each) not in before
+            )
+            kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
+            told = {part.untyped_storage().data_ptr() for part in product.held}
+            mine = {part.untyped_storage().data_ptr() for part in (weight.codes, weight.scales)}
+            assert sum(size for at, size in kept.items() if at not in told | mine) < limit
+            assert error_of(form, weight, normal(9, weight.shape[1])) <= form.error
 
 
 def test_the_layout_of_the_int4_kernel_is_known_here() -> None:
