@@ -8,6 +8,7 @@ make again.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 import torch
@@ -26,7 +27,9 @@ from engine.weight_precision import PLAIN, WeightPrecision, quantized_bytes
 log = logging.getLogger(__name__)
 
 KEEP_SHARE = 0.5  # originals that no layer holds may take this part of the memory that is available
-WORK_COPIES = {"": 3, "rtn": 6, "awq": 8}  # float32 copies of the largest weight that quantizing makes
+# float32 copies of the largest weight that quantizing makes, measured: 2.7, 5.4 and 9.4.
+WORK_COPIES = {"": 3, "rtn": 6, "awq": 10}
+STUDY_COPIES = 5  # and that measuring a weight's error makes at least: 4.3
 
 
 class _Watched:
@@ -73,26 +76,24 @@ class Converter:
         kept = unused if store.device.type == "cpu" and not store.is_quantized else store.host_bytes
         shared = store.device.type == "cpu" and self._maker.holds_codes("int4")
         in_use = {place for place, label in self._labels.items() if label == "int4 awq"} if shared else set()
-        return kept + sum(codes.nbytes for place, codes in self._codes.items() if place not in in_use)
+        # Any thread may ask while codes are being found.
+        return kept + sum(codes.nbytes for place, codes in self._codes.copy().items() if place not in in_use)
 
     def keep_originals(self) -> None:
         """Keep the original weights if there is room for what of them no layer holds, or forget them."""
         store = self._store
         extra, free = self.host_bytes, available_bytes()
-        if not store.is_quantized and extra > free * KEEP_SHARE:
-            self._gone = (
-                f"the original weights were not kept, since {_gib(extra)} for them was more than half of the "
-                f"{_gib(free)} available; restart the engine with the precision that is wanted"
-            )
-            log.warning("weight precision cannot be changed while running: %s", self._gone)
+        if not self._gone and extra > free * KEEP_SHARE:
+            self._give_up(extra, free)
         if self._gone:
             store.drop()
             self._codes.clear()
 
-    def check(self, precision: WeightPrecision, spare_bytes: int = 0) -> None:
+    def check(self, precision: WeightPrecision, spare_bytes: int = 0, *, forget: bool = False) -> None:
         """Raise `NoRoom` if the layers cannot be brought to ``precision``, with what is needed and there.
 
-        ``spare_bytes`` of the device are free during the conversion and needed again after it.
+        ``spare_bytes`` of the device are free during the conversion and needed again after it. ``forget``:
+        each original weight is let go once it was converted.
         """
         if precision == self.precision:
             return
@@ -100,15 +101,16 @@ class Converter:
             raise NoRoom(f"weights cannot be converted: {self._gone}")
         cpu, store = self._store.device.type == "cpu", self._store
         phases = [precision, WeightPrecision()] if self._must_read(precision) else [precision]
-        new = max(self._added_bytes(phase) for phase in phases)
+        new = max(self._added_bytes(phase, forget=forget) for phase in phases)
         work = host = 0
         if precision.kind is not None:
-            rows, cols = max(store.shapes.values(), key=lambda shape: shape[0] * shape[1])
-            work = max(0, WORK_COPIES[precision.method] * 4 * rows * cols - spare_bytes)
+            copies = max(WORK_COPIES[precision.method], STUDY_COPIES if precision.high == "sensitive" else 0)
+            largest = max((math.prod(store.shapes[place]) for place in self._wanted(precision)), default=0)
+            work = max(0, copies * 4 * largest - spare_bytes)
             if precision.method == "awq":
                 places = [place for place in self._wanted(precision) if place not in self._codes]
                 host += sum(quantized_bytes("int4", *store.shapes[place]) for place in places)
-            if not cpu:
+            if not cpu and not forget:
                 host += max(0, store.nbytes - store.host_bytes)
         wanted = [
             (f"weights in {precision.name}", new + work, free_bytes(store.device)),
@@ -120,14 +122,20 @@ class Converter:
             if needed > available:
                 raise NoRoom(f"{what} would take {_gib(needed)} more, {_gib(available)} can be had")
 
-    def convert(self, precision: WeightPrecision, progress: Progress) -> None:
+    def convert(self, precision: WeightPrecision, progress: Progress, *, may_forget: bool = False) -> None:
         """Bring all layers to ``precision``; those that are so already are left alone.
+
+        ``may_forget``: originals that there will be no room for are let go one by one, so that memory never
+        holds all weights twice. There is no way back then, should it fail.
 
         Raises what `check` raises, MemoryError or RuntimeError if memory does not suffice after all, and
         ValueError naming the layer whose weight or input is not finite. Some layers may then be converted
         and ``precision`` is None; converting to any precision goes on from there.
         """
-        self.check(precision)
+        extra, free = self._left_over(precision) if may_forget else (0, 0)
+        forget = extra > free * KEEP_SHARE
+        if self.precision is not None or self._gone:  # else it is the way back, which there is no other than
+            self.check(precision, forget=forget)
         if precision == self.precision:
             return
         self.precision = None
@@ -137,7 +145,9 @@ class Converter:
                 self._read(precision, progress)
             if precision.kind is not None:
                 self._learn(precision)
-            self._convert(precision, progress)
+            if forget:
+                self._give_up(extra, free)
+            self._convert(precision, progress, forget=forget)
         self.precision = precision
         log.info("the weights are in %s: %s", precision.name, self._decoder.kernels())
 
@@ -180,7 +190,27 @@ class Converter:
                 meter.add(store.bytes_of(place))
         return made
 
-    def _convert(self, precision: WeightPrecision, progress: Progress) -> None:
+    def _left_over(self, precision: WeightPrecision) -> tuple[int, int]:
+        """Bytes of originals that no layer will hold, and of host memory that will be there beside them."""
+        if precision == self.precision or self._gone:
+            return 0, 0
+        store = self._store
+        places = [place for place in self._wanted(precision) if not self._is_embedding(place)]
+        added = self._added_bytes(precision) if store.device.type == "cpu" else 0
+        return sum(map(store.bytes_of, places)), max(0, available_bytes() - added)
+
+    def _give_up(self, extra: int, free: int) -> None:
+        """Note that there are no originals: ``extra`` bytes for them, ``free`` are available."""
+        self._gone = (
+            f"the original weights were not kept, since {_gib(extra)} for them was more than half of the "
+            f"{_gib(free)} available; restart the engine with the precision that is wanted"
+        )
+        log.warning("weight precision cannot be changed while running: %s", self._gone)
+
+    def _is_embedding(self, place: Place) -> bool:
+        return place == HEAD and self._store.spec.tie_word_embeddings
+
+    def _convert(self, precision: WeightPrecision, progress: Progress, *, forget: bool = False) -> None:
         store, spec = self._store, self._store.spec
         errors = self._errors.get(precision.label)
         labels = {
@@ -198,7 +228,11 @@ class Converter:
                 made = self._maker.plain(place)
             else:
                 made = self._maker.quantized(place, self._quantized(precision, place))
-                store.to_host(place)
+                if forget:
+                    store.forget(place)
+                    self._codes.pop(place, None)
+                else:
+                    store.to_host(place)
             self._decoder.set_linear(place, made)
             self._labels[place] = label
             meter.add(store.bytes_of(place))
@@ -295,7 +329,7 @@ class Converter:
             layers.pop(HEAD)
         return sum(linear.nbytes - linear.own_bytes for linear in layers.values())
 
-    def _added_bytes(self, precision: WeightPrecision) -> int:
+    def _added_bytes(self, precision: WeightPrecision, *, forget: bool = False) -> int:
         """Memory of the device that layers in ``precision`` take beyond what they do now."""
         store, spec, total = self._store, self._store.spec, 0
         cpu = store.device.type == "cpu"
@@ -311,8 +345,11 @@ class Converter:
                 extra = [f for f in forms if f.packed or f.weight_dtype != store.dtype or not cpu]
                 total += sum(rows * cols * form.weight_dtype.itemsize for form in extra)
             now = self._decoder.linear(place)
-            tied = place == HEAD and spec.tie_word_embeddings
-            total -= now.own_bytes if cpu or tied else now.nbytes
+            tied = self._is_embedding(place)
+            if forget and not tied and label != PLAIN:
+                total -= now.own_bytes + store.bytes_of(place)
+            else:
+                total -= now.own_bytes if cpu or tied else now.nbytes
         return max(0, total)
 
 

@@ -109,7 +109,7 @@ class ModelRunner:
         self._builder: BatchBuilder | None = None
         self._host = HostMemory(device, check=check)
         try:
-            self._converter.convert(precision, progress)
+            self._converter.convert(precision, progress, may_forget=consume)
         except NoRoom as error:
             raise MemoryError(str(error)) from None
         if consume:

@@ -119,7 +119,8 @@ class WeightStore:
         """Bytes of weights that lie in host memory while the model runs on another device."""
         if self.device.type == "cpu":
             return 0
-        return sum(whole.nbytes for whole in self._whole.values() if whole.device.type == "cpu")
+        # Any thread may ask while weights are being moved.
+        return sum(whole.nbytes for whole in self._whole.copy().values() if whole.device.type == "cpu")
 
     def names(self, place: Place) -> list[str]:
         """Canonical names of the weights of a layer."""
@@ -171,6 +172,13 @@ class WeightStore:
         for name in self.names(place):
             self._weights.pop(name, None)
         self._whole[place] = whole.cpu()
+
+    def forget(self, place: Place) -> None:
+        """Let go of the weight of a place: what no layer holds is freed. An embedding stays."""
+        self._whole.pop(place, None)
+        if place != HEAD or not self.spec.tie_word_embeddings:
+            for name in self.names(place):
+                self._weights.pop(name, None)
 
     def drop(self) -> None:
         """Forget all weights: what no layer holds is freed."""

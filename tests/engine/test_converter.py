@@ -17,7 +17,7 @@ from engine.knob_store import KnobStore, PatchRefused
 from engine.layers.precision import KINDS, precision_forms
 from engine.layout import NoRoom
 from engine.models.linears import HEAD, LinearMaker, Place
-from engine.models.loader import LoadedModel
+from engine.models.loader import LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.weight_precision import WeightPrecision
 from ipc.messages import ApplyEvent, KnobValue, Sampling
@@ -46,6 +46,12 @@ def flip(engine: Engine, **patch: KnobValue) -> ApplyEvent:
 def larger() -> LoadedModel:
     loaded = load(tiny_folder("llama", **LARGER))
     return replace(loaded, weights=dict(loaded.weights))
+
+
+def tiny_loaded() -> LoadedModel:
+    """The larger model, whose weights nobody else holds."""
+    folder = tiny_folder("llama", **LARGER)
+    return load_model(folder, dtype=torch.float32, device=CPU, progress=lambda *_: None)
 
 
 def tensor_bytes() -> int:
@@ -279,6 +285,26 @@ def test_a_conversion_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPa
     assert flip(engine, weight_dtype="int8").result == "ok"
 
 
+def test_the_way_back_is_tried_though_memory_looks_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The alternative is an engine that has to end."""
+    expected = tiny("llama")
+    engine = Engine(expected.loaded, weight_dtype="int8")
+    want = engine.generate(expected.prompts, SAMPLING)
+    made = LinearMaker.plain
+
+    def failing(self: LinearMaker, place: Place) -> Any:
+        if place == (1, "out"):
+            no_memory(monkeypatch, 0)
+            raise MemoryError
+        return made(self, place)
+
+    monkeypatch.setattr(LinearMaker, "plain", failing)
+    applied = flip(engine, weight_dtype="model")
+    assert (applied.result, applied.why) == ("rolled_back", "MemoryError")
+    assert engine.core.state().weight_dtype == "int8, head kept"
+    assert engine.generate(expected.prompts, SAMPLING) == want
+
+
 @pytest.mark.parametrize("knobs", [{"weight_dtype": "int8"}, {"weight_dtype": "int4"}], ids=["int8", "int4"])
 def test_a_weight_that_is_not_finite_is_named(knobs: dict[str, Any]) -> None:
     """A conversion would spread it over a whole row."""
@@ -331,6 +357,36 @@ def test_a_refusal_says_what_is_needed_and_what_is_there(monkeypatch: pytest.Mon
         runner.check_precision(precision)
     no_memory(monkeypatch, needed)
     runner.check_precision(precision)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_weights_are_never_there_twice_where_originals_have_no_room(
+    monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """A model whose originals fill most of the memory can be started in fewer bits nevertheless."""
+    for each in KINDS:
+        precision_forms(each, CPU)  # which are tried once, and leave scratch memory behind
+    method: Any = "awq" if kind == "int4" else ""
+    codes = arithmetic("int4") if method else 0  # which are found before the first weight may go
+    no_memory(monkeypatch, converter.WORK_COPIES[method] * 4 * 1024 * 256 + 2 * codes)
+    seen: list[int] = []
+
+    def start(*, consume: bool) -> ModelRunner:
+        return ModelRunner(
+            tiny_loaded(), device=CPU, dtype=torch.float32, measure=False, consume=consume,
+            precision=WeightPrecision(kind, method, "head"), calibration_ids=range(4, 99),
+            progress=lambda *_: seen.append(tensor_bytes()),
+        )  # fmt: skip
+
+    if kind == "int8":
+        with pytest.raises(MemoryError, match="would take"):
+            start(consume=False)
+    runner = start(consume=True)
+    assert max(seen) - seen[0] < 2 * codes + 4 * 1024 * 256
+    assert seen[-1] - seen[0] < 0.5 * arithmetic(kind) - 0.5 * arithmetic("model")
+    assert runner.original_bytes == 0
+    with pytest.raises(NoRoom, match=r"not kept, since .* GiB .* restart the engine"):
+        runner.check_precision(WeightPrecision())
 
 
 def test_originals_that_have_no_room_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
