@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.linear import ByRows, merged
-from engine.layers.precision.forms import PrecisionForm, precision_forms
+from engine.layers.precision.forms import PrecisionForm, precision_forms, refused_forms
 from engine.layers.precision.product import ERRORS, Product, held_bytes
 from engine.layers.precision.weights import Kind, QuantizedWeight
 
@@ -137,7 +137,8 @@ def choose_precision(
     forms = usable_forms(kind, samples, device, dynamic=dynamic, exact=exact, expand=expand)
     if not forms:
         how = "quantized activations" if dynamic else "weights alone quantized"
-        raise ValueError(f"no form computes {kind} weights with {how} on {device.type}")
+        why = "; ".join(f"{name}: {reason}" for name, reason in _reasons(kind, samples, device).items())
+        raise ValueError(f"no form computes {kind} weights with {how} on {device.type} ({why})"[:1000])
     if not timed:
         return PrecisionChoice((1,), (forms[0],), kind)
     times = measure(forms, samples, device) if len(forms) > 1 else {forms[0]: dict.fromkeys(PROBE_ROWS, 0.0)}
@@ -149,6 +150,15 @@ def choose_precision(
         gain = SAME_LAYOUT_GAIN if best.layout == base.layout else EXTRA_LAYOUT_GAIN
         chosen.append(best if times[best][rows] <= gain * times[base][rows] else base)
     return PrecisionChoice(*merged(PROBE_ROWS, chosen), kind)
+
+
+def _reasons(kind: Kind, samples: Sequence[QuantizedWeight], device: torch.device) -> dict[str, str]:
+    """Why forms cannot be used: they do not work here, cannot serve a weight, or do other things to x."""
+    reasons = refused_forms(kind, device)
+    for form in precision_forms(kind, device):
+        refusals = (form.refuses(weight) for weight in samples)
+        reasons[form.name] = next(filter(None, refusals), f"its activations are {form.activations}")
+    return reasons
 
 
 def measure(

@@ -76,6 +76,16 @@ def test_forms_that_quantize_activations_never_mix_with_those_that_do_not() -> N
         choose_precision("int4", [quantize(normal(64, 64), "int4")], CPU, dynamic=True)
 
 
+def test_that_no_form_fits_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as fp8 on a card without fp8 arithmetic: the one form was refused when it was tried."""
+    monkeypatch.setattr(choice, "precision_forms", lambda *_: precision_forms("fp8", CPU)[:1])
+    monkeypatch.setattr(choice, "refused_forms", lambda *_: {"scaled_mm": "it does not run here: needs 8.9"})
+    with pytest.raises(
+        ValueError, match=r"scaled_mm: it does not run here: needs 8\.9; reference: its activ"
+    ):
+        choose_precision("fp8", [quantize(normal(64, 64), "fp8")], CPU, dynamic=True)
+
+
 def test_exact_forms_compute_the_dequantized_weight_in_float32() -> None:
     for kind in KINDS:
         weight = quantize(normal(64, 64), kind)
