@@ -72,7 +72,7 @@ def draw_top_k(
     rank = torch.arange(weights.shape[1], device=device)
     weights.masked_fill_(rank >= torch.tensor(top_k, device=device).unsqueeze(1), 0.0)
     if any(s.top_p < 1.0 for s in settings):
-        total, before = _totals(weights)
+        total, before = totals(weights)
         weights.masked_fill_(before >= _column(settings, "top_p", device) * total, 0.0)
     if any(s.min_p > 0.0 for s in settings):
         weights.masked_fill_(weights < _column(settings, "min_p", device).float(), 0.0)
@@ -158,7 +158,7 @@ def _column(settings: Sequence[Sampling], name: str, device: torch.device) -> Te
     return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
 
 
-def _totals(weights: Tensor) -> tuple[Tensor, Tensor]:
+def totals(weights: Tensor) -> tuple[Tensor, Tensor]:
     """The sum [rows, 1] of each row, and what stands before each of its entries."""
     exact = weights.double()
     running = exact.cumsum(dim=-1)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.draw import U64s, inverse_cdf, uniform
-from engine.sampling import TOP_K_ALONE
+from engine.draw import U64s, inverse_cdf, totals, uniform
+from engine.sampling import SCRATCH_ROWS, TOP_K_ALONE
 from engine.speculation.base import PROPOSE
 from ipc.messages import Sampling
 
@@ -28,21 +28,24 @@ def probabilities(scores: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
     weights = scores - scores.amax(dim=-1, keepdim=True)
     weights.div_(column("temperature", range(len(settings)), torch.float32)).exp_()
-    few = [i for i, s in enumerate(settings) if 0 < s.top_k < n and s.top_k <= TOP_K_ALONE]
-    if few:  # exactly top_k of them, also among equals
+    few = [i for i, s in enumerate(settings) if 0 < s.top_k <= TOP_K_ALONE]
+    if few:  # exactly top_k of them, and of these no more than top_p asks for, also among equals
         at = torch.tensor(few, device=device)
-        values, ids = weights[at].topk(max(settings[i].top_k for i in few), dim=-1)
+        values, ids = weights[at].topk(min(n, max(settings[i].top_k for i in few)), dim=-1)
         rank = torch.arange(values.shape[1], device=device)
         values.masked_fill_(rank >= column("top_k", few, torch.int64), 0.0)
+        total, before = totals(values)
+        values.masked_fill_(before >= column("top_p", few, torch.float64) * total, 0.0)
         weights[at] = torch.zeros(len(few), n, device=device).scatter_(1, ids, values)
     for i, s in enumerate(settings):
         if TOP_K_ALONE < s.top_k < n:  # equals at the border all stay
             weights[i].masked_fill_(weights[i] < weights[i].topk(s.top_k).values[-1], 0.0)
     floors = column("min_p", range(len(settings)), torch.float64).float()
-    nucleus = [i for i, s in enumerate(settings) if s.top_p < 1.0]
-    if nucleus:
-        at = torch.tensor(nucleus, device=device)
-        found = _nucleus_floors(weights[at], column("top_p", nucleus, torch.float64))
+    nucleus = [i for i, s in enumerate(settings) if s.top_p < 1.0 and not 0 < s.top_k <= TOP_K_ALONE]
+    for first in range(0, len(nucleus), SCRATCH_ROWS):
+        some = nucleus[first : first + SCRATCH_ROWS]
+        at = torch.tensor(some, device=device)
+        found = _nucleus_floors(weights[at], column("top_p", some, torch.float64))
         floors[at] = torch.maximum(floors[at], found)
     if nucleus or any(s.min_p > 0.0 for s in settings):
         weights.masked_fill_(weights < floors, 0.0)
@@ -55,8 +58,7 @@ def _nucleus_floors(weights: Tensor, top_p: Tensor) -> Tensor:
     limit = top_p * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
     for count in (min(n, NUCLEUS_TRY), n):
         values = weights.topk(count, dim=-1).values
-        exact = values.double()
-        before = exact.cumsum(dim=-1) - exact
+        _, before = totals(values)
         if count == n or bool((before[:, -1:] >= limit).all()):
             break
     return values.gather(1, (before < limit).sum(dim=-1, keepdim=True) - 1)
