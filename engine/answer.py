@@ -139,11 +139,16 @@ class Answers:
                 continue
             request.num_pending = 0
             ids = out.token_ids[index]
+            if scheduled.draft:
+                request.drafts += 1
+                request.drafted_tokens += len(scheduled.draft)
+                request.accepted_tokens += out.accepted[index]
             if ids:
                 taken += self._take(scheduled, ids, out.logprobs[index], out.accepted[index], computed_ns)
             elif out.nonfinite[index]:
                 self._scheduler.distrust(request)
                 if scheduled.draft:
+                    self._scheduler.keep_drafts(request, len(scheduled.draft), 0)
                     self._try_without_drafts(request, computed_ns)
                 else:
                     self.finish(request, "error", computed_ns, code="internal", message=NONFINITE)
@@ -219,9 +224,6 @@ class Answers:
             request.state = "decode"
             self.events.append(request.row())
         if scheduled.draft:
-            request.drafts += 1
-            request.drafted_tokens += len(scheduled.draft)
-            request.accepted_tokens += accepted
             # One that lost its blocks while the step computed starts over anyway.
             kept = min(accepted, count) if request.is_running else 0
             self._scheduler.keep_drafts(request, len(scheduled.draft), kept)

@@ -535,7 +535,7 @@ class RequestRow(_Struct, frozen=True, kw_only=True):
     sample_us: UInt = 0
     detokenize_us: UInt = 0
     send_us: UInt = 0
-    drafts_n: UInt = 0  # steps with a draft; each brought one token more than it had accepted
+    drafts_n: UInt = 0  # steps with a draft; each brought one token more than accepted, or ended the request
     drafted_tok: UInt = 0
     accepted_tok: UInt = 0
     draft_us: UInt = 0  # its share, by drafted tokens, of making them and of the forward passes

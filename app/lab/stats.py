@@ -54,7 +54,7 @@ class LoadRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rev_first: int | None = None
     rev_last: int | None = None
     result_cached: bool = False  # answered from the engine's result cache
-    drafts_n: int = 0  # steps with a draft; each brought one token more than it had accepted
+    drafts_n: int = 0  # steps with a draft; each brought one token more than accepted, or ended the request
     drafted_tok: int = 0
     accepted_tok: int = 0
 

@@ -16,7 +16,7 @@ from engine.models.loader import LoadedModel
 from engine.speculation.base import Drafter
 from engine.speculation.costs import StepCost
 from engine.speculation.ngram import NgramDrafter
-from engine.speculation.speculator import NOTHING_REPEATS, SAYS_OFF
+from engine.speculation.speculator import NO_BUDGET, NOTHING_REPEATS, SAYS_OFF
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.oracle import NEW_TOKENS, tiny, told
@@ -458,6 +458,10 @@ def test_a_place_of_a_draft_that_is_not_finite_ends_no_more_than_without(
             assert ids == want[: len(ids)]
             assert done.finish == "length" or "non-finite" in done.message
         assert sum(done.finish == "length" for done in ends) >= 2
+        for name in ("drafted_tok", "accepted_tok"):  # those of the draft that failed too
+            assert total(engine, name) == sum(getattr(done.row, name) for done in ends) > 0
+        computed = total(engine, "prefill_tok") + total(engine, "decode_tok") + total(engine, "drafted_tok")
+        assert sum(done.row.computed_tok for done in ends) == computed
         assert engine.generate(prompts(), GREEDY) == wants
 
 
@@ -610,7 +614,12 @@ def test_drafts_that_lose_are_given_up_and_the_reason_has_numbers(
 def test_a_budget_without_room_for_drafts_is_told(model: LoadedModel) -> None:
     wants, drafter = knowing(model, prompts(), Sampling(max_tokens=100, ignore_eos=True))
     engine = speculating(model, drafter, max_num_batched_tokens=5)
-    assert engine.generate(prompts(), Sampling(max_tokens=100, ignore_eos=True)) == wants
+    rids = [engine.submit(text, Sampling(max_tokens=100, ignore_eos=True)) for text in prompts()]
+    told = set[str]()
+    while engine.core.step():
+        told.add(engine.core.state().speculation)
+    assert told == {"", NO_BUDGET}
+    assert [engine.ids(rid) for rid in rids] == wants
     assert max(step.decode_tok + step.prefill_tok + step.drafted_tok for step in engine.heard.steps) == 5
 
 
