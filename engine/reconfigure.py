@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from engine.door import RequestRefused, check_fit
 from engine.identity import kv_identity
@@ -57,7 +57,7 @@ def carry_out(core: EngineCore, proposal: Proposal, now_ns: int, error: Exceptio
     before, why = len(events), ""
     try:
         if error is not None:
-            raise error
+            _refuse(error)
         make_copies(core, now_ns)
         _reconfigure(core, proposal, now_ns)
     except (PatchRefused, ModelError, NoRoom, MemoryError, RuntimeError, ValueError) as caught:
@@ -84,6 +84,14 @@ def carry_out(core: EngineCore, proposal: Proposal, now_ns: int, error: Exceptio
             why=why[:4096],
         )
     )
+
+
+def _refuse(error: Exception) -> NoReturn:
+    """Raise what loading ended with. Nothing was changed by it, so whatever it was, the engine can go on."""
+    if isinstance(error, ModelError | NoRoom | MemoryError | RuntimeError | ValueError):
+        raise error
+    log.error("loading what a change needs met an error of its own", exc_info=error)
+    raise RuntimeError(f"what it needs could not be loaded: {type(error).__name__}: {error}") from error
 
 
 def set_up(core: EngineCore) -> None:

@@ -255,6 +255,11 @@ class DraftModels:
         assert self._load is not None  # the knob's choice is refused without
         loaded = self._load(progress=progress)
         check_tokens(self._target, loaded)
+        if loaded.spec != self._spec:
+            raise ModelError(
+                f"{loaded.info.name} ({loaded.info.path}) is another model than when the engine started; "
+                "restart the engine to draft with it"
+            )
         return self._take(loaded)
 
     def _store(self, loaded: LoadedModel, *, consume: bool) -> WeightStore:

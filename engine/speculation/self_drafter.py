@@ -25,7 +25,8 @@ class SelfDrafter(RoundDrafter):
         """See `Drafter`. All tokens but the newest must be computed, and blocks cover those of the draft.
 
         Raises `DraftFailed` for logits that are not finite, and what a forward pass raises. What is not
-        finite in the requests' blocks is replaced by zeros then, as these may go to others.
+        finite in the blocks that it wrote to is replaced by zeros then, as these may go to others; what the
+        target computed before, and others may share, is the target's to judge.
         """
         drafts = [NO_DRAFT] * len(requests)
         work = [
@@ -37,7 +38,8 @@ class SelfDrafter(RoundDrafter):
             self._draft(work)
         except Exception:
             for each in work:
-                self._kv.scrub([block for block in each.row.block_table if block >= 0])
+                written = each.row.block_table[(each.request.num_tokens - 1) // self._kv.block_size :]
+                self._kv.scrub(written)
             raise
         for each in work:
             drafts[each.at] = each.draft

@@ -81,6 +81,7 @@ class Speculator:
             self.stop()
             self._drafter = None if kind == "off" else self.makers[kind](values)
             self._made_of = made_of
+            self._look_s = 0.0  # the one before may have been far dearer to ask
             self._adaptive = AdaptiveDrafts(sequential=self._drafter is not None and self._drafter.sequential)
         if isinstance(self._drafter, RoundDrafter):
             self._drafter.drawn = values["spec_sampling"] == "rejection"

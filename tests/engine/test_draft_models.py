@@ -24,6 +24,7 @@ from engine.config import EngineConfig
 from engine.knob import KnobContext
 from engine.knob_store import KnobStore, PatchRefused
 from engine.knobs import BY_ID
+from engine.kv_cache import KVCache
 from engine.layers.linear import Choice, Form, candidates
 from engine.layers.precision import Kind, PrecisionChoice, QuantizedWeight, usable_forms
 from engine.lifetime import ExitCode
@@ -292,6 +293,21 @@ def test_memory_that_is_gone_after_all_puts_everything_back(
     assert total(engine, "drafted_tok") > before
 
 
+def test_no_error_of_loading_ends_the_engine(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that nobody thought of, and another model where the draft model was: nothing was changed yet."""
+    engine = drafting(model, "off")
+
+    def fault(*_args: object, **_options: object) -> None:
+        raise KeyError("rope")
+
+    monkeypatch.setattr(engine.core.drafts, "_load", fault)
+    assert change(engine, speculation="draft") == "what it needs could not be loaded: KeyError: 'rope'"
+    monkeypatch.setattr(engine.core.drafts, "_load", lambda progress: load(tiny_folder("mistral")))
+    assert "is another model than when the engine started" in change(engine, speculation="draft")
+    assert engine.core.knobs["speculation"] == "off"
+    assert engine.generate(prompts(1), GREEDY) == Engine(model).generate(prompts(1), GREEDY)
+
+
 @pytest.mark.parametrize("kind", ["draft", "self"])
 def test_requests_go_on_while_weights_are_loaded(
     model: LoadedModel, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -434,6 +450,27 @@ def test_a_draft_model_that_fails_is_given_up_and_no_request_is(
     assert engine.core.state().speculation == ""
     assert engine.generate(prompts(), GREEDY) == wants
     assert total(engine, "drafted_tok") > drafted
+
+
+def test_a_draft_that_fails_cleans_what_it_wrote_and_nothing_else(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that the target filled before are left for the target to judge."""
+    engine = drafting(model, "self", block_size=4)
+    scheduler, drafter = engine.core.scheduler, engine.core.speculator._drafter
+    assert isinstance(drafter, RoundDrafter)
+    behind, seen = list[list[int]](), list[list[int]]()
+
+    def faulty(*_: object) -> torch.Tensor:
+        behind[:] = [r.block_table[(r.num_tokens - 1) // 4 :] for r in scheduler.running]
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(drafter._decoder, "forward", faulty)
+    monkeypatch.setattr(KVCache, "scrub", lambda _kv, blocks: seen.append(list(blocks)))
+    engine.generate(prompts(), GREEDY)
+    assert "a kernel failed" in engine.core.state().speculation
+    assert len(seen) >= 1
+    assert all(blocks in behind for blocks in seen)
 
 
 # --- sampling -------------------------------------------------------------------------------------------
