@@ -39,9 +39,14 @@ class Message:
 
 
 def applying_share(session: SessionModel) -> float | None:
-    """How far the change is that is being applied, 0..1; None where none is or it does not say."""
+    """How far the change is that is being applied, or what it needs loaded beside the steps, 0..1.
+
+    None where there is none or it does not say.
+    """
     state = session.state
-    if session.link.state is not LinkState.READY or state is None or state.phase != "applying":
+    if session.link.state is not LinkState.READY or state is None:
+        return None
+    if state.phase != "applying" and (state.pending_apply is None or not state.stage):
         return None
     return min(1.0, state.done_bytes / state.total_bytes) if state.total_bytes else None
 

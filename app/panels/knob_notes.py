@@ -70,7 +70,7 @@ class WeightsNote(QWidget):
             facts.show_fact("weights", str(data(state.weight_bytes)), weights_text(state, model))
             facts.show_fact("originals", str(data(state.original_bytes)) if state.original_bytes else "")
             facts.show_fact("checkpoint", str(data(model.weight_bytes)), model.quantization or model.dtype)
-        share = status.applying_share(session)
+        share = status.applying_share(session) if state is not None and state.phase == "applying" else None
         self.stage.setVisible(share is not None)
         self.progress.setVisible(share is not None)
         if share is not None and state is not None:
@@ -122,7 +122,11 @@ class SpeculationNote(QWidget):
         found = session.drafts()
         self._show_figures(found)
         nothing = tr("No drafts in the last {window}.").format(window=span(session.window_s))
-        self.none.setText(nothing if on and found is None else "")
+        share = status.applying_share(session)
+        if state is not None and state.phase != "applying" and share is not None:  # steps go on meanwhile
+            self.none.setText(f"{tr_engine(state.stage)} · {percent(share)}")
+        else:
+            self.none.setText(nothing if on and found is None else "")
         self.none.setVisible(bool(self.none.text()))
         held = (state.draft_weight_bytes, state.draft_kv_bytes) if state is not None else (0, 0)
         for key, size in zip(("weights", "kv"), held, strict=True):

@@ -213,7 +213,7 @@ class KnobRow(QWidget):
         if not self.info.available:
             return tr_engine(self.info.reason), "small"
         if pending:
-            if share is not None and self.info.apply == "reload":
+            if share is not None and (self.info.apply == "reload" or self.info.group == "speculation"):
                 return tr("{share} done").format(share=percent(share)), "warning"
             return tr("applying…"), "warning"
         if view.status is KnobStatus.REFUSED:

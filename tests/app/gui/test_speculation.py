@@ -63,6 +63,30 @@ def ours(console: Console, link: FeedLink, tmp_path: Path) -> Path:
     return draft
 
 
+def test_weights_that_are_loaded_beside_the_steps_show_their_progress(
+    window: MainWindow, link: FeedLink
+) -> None:
+    """The engine serves meanwhile, so there is no banner."""
+    link.ready()
+    beat(window)
+    row, note = window.optimizations.rows["speculation"], note_of(window)
+    window.console.knobs.set({"speculation": "self"})
+    beat(window, 2)
+    assert row.status.full_text == "applying…"
+    state = b.state(
+        model=b.MODEL, device=b.DEVICE, pending_apply=1, stage="making a draft in int8",
+        done_bytes=50 << 20, total_bytes=200 << 20,
+    )  # fmt: skip
+    link.push(state=state)
+    beat(window)
+    assert row.status.full_text.replace("\u00a0", " ") == "25 % done"
+    assert note.none.text().replace("\u00a0", " ") == "making a draft in int8 · 25 %"
+    assert window.banner.isHidden()
+    link.push(state=b.state(model=b.MODEL, device=b.DEVICE))
+    beat(window)
+    assert note.none.text() == ""
+
+
 def test_figures_of_drafts_stand_below_their_knob_with_definitions(
     window: MainWindow, link: FeedLink
 ) -> None:
