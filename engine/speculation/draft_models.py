@@ -168,7 +168,8 @@ class DraftModels:
         if weights + kv > available:
             raise NoRoom(
                 f"drafts with speculation={wanted.kind} would take {_size(weights)} of weights and "
-                f"{_size(kv)} of keys and values, {_size(max(0, available))} can be had"
+                f"{_size(kv)} of keys and values, {_size(max(0, available))} can be had; a smaller KV pool "
+                "(kv_pool_gib) leaves more"
             )
 
     def must_fetch(self, values: Mapping[str, KnobValue]) -> bool:

@@ -213,7 +213,7 @@ def test_what_memory_cannot_hold_is_refused_with_numbers(
     why = change(engine, speculation=kind)
     assert why == (
         f"drafts with speculation={kind} would take {size(weights)} of weights and {size(kv)} of keys and "
-        "values, 0.05 MiB can be had"
+        "values, 0.05 MiB can be had; a smaller KV pool (kv_pool_gib) leaves more"
     )
     monkeypatch.setattr(draft_models, "free_bytes", lambda _: weights + kv - 1)
     assert "would take" in change(engine, speculation=kind)
