@@ -54,9 +54,10 @@ BUSY_RETRY_MS = 1000
 class EngineCore:
     """One model, one scheduler, one step thread.
 
-    ``sink`` gets events from the step thread, at most once a step, and those of request streams from the
-    delivery thread; it must not block. Stream items name a request by its rid alone: whoever submitted it
-    keeps the way back. Log lines go through `logging`. ``clock_ns`` is the engine's monotonic clock.
+    ``sink`` gets events from the step thread, at most once a step, those of request streams from the delivery
+    thread, and how far weights are from the one that loads them; it must not block. Stream items name a
+    request by its rid alone: whoever submitted it keeps the way back. Log lines go through `logging`.
+    ``clock_ns`` is the engine's monotonic clock.
     """
 
     def __init__(

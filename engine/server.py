@@ -148,7 +148,7 @@ class EngineServer:
         self.inbox.call(self._publish_state)
 
     def sink(self, events: list[Event]) -> None:
-        """Takes events on the step thread and on the delivery thread."""
+        """Takes events on the step thread, the delivery thread and the one that loads weights."""
         self.inbox.events(events)
 
     # --- I/O thread ------------------------------------------------------------------------------
