@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 
 import msgspec
@@ -161,9 +162,10 @@ def test_a_conversion_shows_its_progress_and_what_was_asked_for(window: MainWind
     assert plain(note.stage.full_text) == "converting weights to int8 · 43 %"  # type: ignore[union-attr]
     assert note.progress.value() == 430  # type: ignore[union-attr]
     assert window.banner.isVisible()
-    assert plain(window.banner.text.full_text) == (
-        "Weight precision: int8 · converting weights to int8 · 43 % (86.0 MiB of 200 MiB) · for 1:05 · "
-        "3 requests wait"
+    assert re.fullmatch(  # a busy machine may take a moment to come here
+        r"Weight precision: int8 · converting weights to int8 · 43 % \(86\.0 MiB of 200 MiB\) · for 1:\d\d · "
+        "3 requests wait",
+        plain(window.banner.text.full_text),
     )
     assert window.banner.progress.value() == 430
     link.apply(*link.last(CfgSet))
