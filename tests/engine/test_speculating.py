@@ -16,7 +16,7 @@ from engine.models.loader import LoadedModel
 from engine.speculation.base import Drafter
 from engine.speculation.costs import StepCost
 from engine.speculation.ngram import NgramDrafter
-from engine.speculation.speculator import NO_BUDGET, NOTHING_REPEATS, SAYS_OFF
+from engine.speculation.speculator import NO_BUDGET, NOTHING_REPEATS, SAYS_OFF, Speculator
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.oracle import NEW_TOKENS, tiny, told
@@ -509,10 +509,16 @@ def test_what_a_rejected_draft_made_of_nothing_fails_nobody(model: LoadedModel, 
 def test_nothing_is_staged_behind_a_step_with_drafts(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Not even where no draft is looked for in the next step, as after a try now and then."""
     wants, drafter = knowing(model, prompts(), GREEDY)
     engine = speculating(model, drafter, overlap=True)
     pipeline = engine.core.pipeline
     stage, behind = pipeline.stage, list[int]()
+
+    def wants_next(_speculator: Speculator) -> bool:
+        return pipeline._flight is None or not pipeline._flight.plan.draft_tokens
+
+    monkeypatch.setattr(Speculator, "wants_next", property(wants_next))
 
     def seen(*without: Any) -> Any:
         flight = pipeline._flight
