@@ -94,7 +94,7 @@ def parse(config: Any) -> QuantizationPlan:
         "gptq": gptq.parse,
         "fp8": block_fp8.parse,
     }
-    if method not in parsers:
+    if not isinstance(method, str) or method not in parsers:
         raise ModelError(
             f"weights quantized by {method!r} are not supported; supported: {', '.join(METHODS)}"
         )

@@ -139,6 +139,8 @@ def test_config_groups_that_name_modules_go_before_all_linear_ones() -> None:
         ([], "an object is needed"),
         ({"quant_method": "bitsandbytes"}, r"'bitsandbytes' are not supported; supported: awq, gptq"),
         ({}, "None are not supported"),
+        ({"quant_method": ["awq"]}, r"\['awq'\] are not supported"),
+        ({"quant_method": {"awq": 4}}, "are not supported"),
         ({**AWQ, "bits": 3}, r"bits of the AWQ .* is 3; supported: 4"),
         ({**AWQ, "version": "gemv"}, r"AWQ layout 'gemv' .* supported: gemm"),
         ({**AWQ, "zero_point": False}, "zero_point"),
