@@ -104,12 +104,13 @@ class DraftModels:
         self._fetched: _Weights | None = None  # to be held next
         self._drafter: weakref.ref[RoundDrafter] | None = None
         self._spec: ModelSpec | None = None
+        self._quantization = ""  # of the draft model's file
         self._maker: LinearMaker | None = None  # knows which forms are fastest for the draft model
         self._draft_bytes = 0  # of the draft model's weights in these forms
         if load is not None:
             loaded = load(progress=progress)
             check_tokens(target, loaded)
-            self._spec = loaded.spec
+            self._spec, self._quantization = loaded.spec, loaded.info.quantization
             self._measure(loaded)
             if wanted == DraftWeights("draft"):
                 self._held = self._take(loaded)
@@ -256,7 +257,7 @@ class DraftModels:
         assert self._load is not None  # the knob's choice is refused without
         loaded = self._load(progress=progress)
         check_tokens(self._target, loaded)
-        if loaded.spec != self._spec:
+        if (loaded.spec, loaded.info.quantization) != (self._spec, self._quantization):
             raise ModelError(
                 f"{loaded.info.name} ({loaded.info.path}) is another model than when the engine started; "
                 "restart the engine to draft with it"

@@ -345,6 +345,29 @@ def test_requests_go_on_while_weights_are_loaded(
     assert engine.heard.done[rids[0]].finish == "cancelled"
 
 
+@pytest.mark.parametrize(
+    "changes", [{"head_dim": 16}, {"num_hidden_layers": 3}, {"num_key_value_heads": 9}, {"sliding_window": 8}]
+)
+def test_a_draft_model_that_became_another_one_is_refused(
+    model: LoadedModel, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """I02: its pool, its windows and what it takes of memory are those of the model that was there at start.
+    Once it is there again it drafts."""
+    folder, wants = tmp_path / "draft", Engine(model).generate(prompts(), GREEDY)
+    shutil.copytree(tiny_folder("mistral"), folder)
+    engine = Engine(model, draft_model=folder, spec_adaptive=False)
+    shutil.rmtree(folder)
+    tiny_models.build(folder, "mistral", **changes)
+    why = change(engine, speculation="draft")
+    assert f"draft ({folder}) is another model than when the engine started" in why
+    assert (engine.core.knobs["speculation"], engine.core.drafts.weight_bytes) == ("off", 0)
+    shutil.rmtree(folder)
+    shutil.copytree(tiny_folder("mistral"), folder)
+    assert change(engine, speculation="draft") == ""
+    assert engine.generate(prompts(), GREEDY) == wants
+    assert total(engine, "drafted_tok") > 0
+
+
 def test_an_engine_that_is_stopped_waits_for_no_weights(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
