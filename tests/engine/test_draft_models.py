@@ -26,7 +26,7 @@ from engine.knob_store import KnobStore, PatchRefused
 from engine.knobs import BY_ID
 from engine.kv_cache import KVCache
 from engine.layers.linear import Choice, Form, candidates
-from engine.layers.precision import Kind, PrecisionChoice, QuantizedWeight, usable_forms
+from engine.layers.precision import Kind, PrecisionChoice, QuantizedWeight, precision_forms
 from engine.lifetime import ExitCode
 from engine.loop import EngineCore
 from engine.models.errors import ModelError
@@ -236,7 +236,7 @@ def test_every_form_that_weights_are_held_in_is_counted(
         return Choice((1, 2), (*candidates(torch.float32, CPU)[:1], Form("bf16", torch.bfloat16, False)))
 
     def twice(kind: Kind, samples: Sequence[QuantizedWeight], *args: Any, **_: Any) -> PrecisionChoice:
-        forms = usable_forms(kind, samples, CPU, expand=True)
+        forms = precision_forms(kind, CPU)
         first, second = next((a, b) for a in forms for b in forms if a.layout != b.layout)
         return PrecisionChoice((1, 2), (first, second), kind)
 

@@ -91,26 +91,23 @@ def usable_forms(
     *,
     dynamic: bool = False,
     exact: bool = False,
-    expand: bool = False,
 ) -> list[PrecisionForm]:
     """The forms that work here and can serve every one of the weights; the reference only if no other can.
 
     dynamic: forms that quantize activations, and only those; without it only forms that do not, so that one
     model never mixes the two. exact: only forms that leave activations and scales as they are, so that a
     row's product is that of the dequantized weight but for the rounding of float32 sums, however many rows
-    there are; with ``dynamic`` the activations are rounded nevertheless. expand: also forms that hold
-    more bytes than the weight's own.
+    there are; with ``dynamic`` the activations are rounded nevertheless.
     """
     wanted: tuple[str, ...] = ("kept",) if exact else ("kept", "bfloat16")
     if dynamic:
-        wanted = ("int8", "fp8")
+        wanted = ("fp8",)
     reference, *forms = precision_forms(kind, device)
     usable = [
         form
         for form in forms
         if form.activations in wanted
         and (form.error <= ERRORS["kept"] if exact and not dynamic else not form.exact_only)
-        and (expand or not form.expanded)
         and all(form.refuses(weight) is None for weight in weights)
     ]
     return usable or ([] if dynamic else [reference])
@@ -123,7 +120,6 @@ def choose_precision(
     *,
     dynamic: bool = False,
     exact: bool = False,
-    expand: bool = False,
     timed: bool = True,
 ) -> PrecisionChoice:
     """Measure the usable forms on ``samples`` (on ``device``) and choose by the number of rows.
@@ -134,7 +130,7 @@ def choose_precision(
     """
     if not samples or any(sample.kind != kind for sample in samples):
         raise ValueError(f"at least one sample is needed, and all of them {kind}")
-    forms = usable_forms(kind, samples, device, dynamic=dynamic, exact=exact, expand=expand)
+    forms = usable_forms(kind, samples, device, dynamic=dynamic, exact=exact)
     if not forms:
         how = "quantized activations" if dynamic else "weights alone quantized"
         why = "; ".join(f"{name}: {reason}" for name, reason in _reasons(kind, samples, device).items())

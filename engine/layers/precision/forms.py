@@ -9,7 +9,7 @@ What a form does to activations is part of its name's meaning and stated in ``ac
 
 - ``kept``: x stays float32;
 - ``bfloat16``: x is rounded to bfloat16, sums are float32, y is rounded to bfloat16;
-- ``int8``, ``fp8``: x is quantized for each token (row), scale = amax / 127 or 448.
+- ``fp8``: x is quantized for each token (row), scale = amax / 448.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PrecisionForm:
 
     error: the bound of ``|y - exact| / (|x| |w|)`` with the Euclidean norms of the row of x and of the row
     of the weight, both as `QuantizedWeight.dequantize` gives it. layout: forms with the same layout hold the
-    same tensors, and do so only once when they serve one weight together. expanded: holds more bytes than
-    the weight's own. exact_only: another form does the same faster where the last bits do not matter.
+    same tensors, and do so only once when they serve one weight together. exact_only: another form does the
+    same faster where the last bits do not matter.
     """
 
     name: str
@@ -46,7 +46,6 @@ class PrecisionForm:
     error: float
     builder: Builder
     refuses: Callable[[QuantizedWeight], str | None]
-    expanded: bool
     exact_only: bool
 
     def build(
@@ -101,7 +100,6 @@ def _all_forms(kind: Kind, device_type: str) -> list[PrecisionForm]:
             error=ERRORS[offer.activations] if offer.error is None else offer.error,
             builder=offer.builder,
             refuses=offer.refuses,
-            expanded=offer.expanded,
             exact_only=offer.exact_only,
         )
         for offer in (REFERENCE, *offered[kind])

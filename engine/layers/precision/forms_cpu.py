@@ -6,27 +6,20 @@ import torch
 from torch import Tensor
 
 from engine.layers.precision import int4pack
-from engine.layers.precision.product import ERRORS, Multiply, Offer, quantize_rows_fp8, quantize_rows_int8
+from engine.layers.precision.product import ERRORS, Multiply, Offer, quantize_rows_fp8
 from engine.layers.precision.tiles import tiles_of
 from engine.layers.precision.weights import Fp8Weight, Int4Weight, Int8Weight, Kind, QuantizedWeight
 
-HALF_ERROR = 2.0**-10  # of weights rounded to float16
 INT8PACK_COLUMNS = 32
-_HALF_TOP = 14  # the binary exponent that the largest weight of a row gets in float16
-
-
-def needs_channel_scales(weight: QuantizedWeight) -> str | None:
-    if isinstance(weight, Int8Weight) and weight.per_channel:
-        return None
-    return "it needs int8 codes with one scale a channel and no zeros"
 
 
 def refuses_int8pack(weight: QuantizedWeight) -> str | None:
     """torch's kernel reads past the end of rows that are no multiple of its vectors, without a check."""
-    why = needs_channel_scales(weight)
-    if why is None and weight.shape[1] % INT8PACK_COLUMNS:
+    if not isinstance(weight, Int8Weight) or not weight.per_channel:
+        return "it needs int8 codes with one scale a channel and no zeros"
+    if weight.shape[1] % INT8PACK_COLUMNS:
         return f"it needs a multiple of {INT8PACK_COLUMNS} input channels, not {weight.shape[1]}"
-    return why
+    return None
 
 
 def needs_row_scales(weight: QuantizedWeight) -> str | None:
@@ -93,19 +86,6 @@ def int8pack(weight: QuantizedWeight, shared: dict[str, Tensor]) -> Multiply:
     return Multiply(apply, (codes, scales, ones))
 
 
-def int_mm(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
-    """``_int_mm``: x quantized to int8 for each token, exact integer sums."""
-    assert isinstance(weight, Int8Weight)
-    codes, scales = weight.codes, weight.scales
-    transposed, row_scales = codes.t(), scales[0].float()
-
-    def apply(x: Tensor) -> Tensor:
-        quantized, scale = quantize_rows_int8(x)
-        return torch._int_mm(quantized, transposed).float().mul_(scale).mul_(row_scales)
-
-    return Multiply(apply, (codes, scales))
-
-
 def scaled_mm(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
     """``_scaled_mm``, scales a token and a channel: x quantized to float8 for each token."""
     assert isinstance(weight, Fp8Weight)
@@ -135,49 +115,24 @@ def _packed(weight: Int4Weight, shared: dict[str, Tensor]) -> int4pack.Packed:
     return int4pack.Packed(shared["int4 codes"], shared["int4 scales"], *weight.shape, group)
 
 
-def half_packed(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
-    """FBGEMM's float16 weights with float32 sums; 2 bytes a weight. Codes of int8 and fp8 stay exact."""
-    tiles = tiles_of(weight)
-    whole = torch.empty(weight.shape)
-    tiles.fill(0, weight.shape[0], whole)
-    # Powers of two use all of float16's range and lose nothing.
-    exponents = torch.frexp(whole.abs().amax(1)).exponent
-    whole = torch.ldexp(whole, (_HALF_TOP - exponents).unsqueeze(1))
-    scale = torch.ldexp(torch.ones(weight.shape[0]), exponents - _HALF_TOP)
-    if tiles.row_scale is not None:
-        scale *= tiles.row_scale
-    packed = torch.ops.quantized.linear_prepack_fp16(whole, None)
-
-    def apply(x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float(), packed)
-        return y.mul_(scale)
-
-    return Multiply(apply, (scale,), extra_bytes=2 * weight.shape[0] * weight.shape[1])
-
-
 _EXPANDED = Offer("dequant-fp32gemm", "kept", "plain", expanded_fp32)
 _EXPANDED_BF16 = Offer("dequant-bf16gemm", "bfloat16", "plain", expanded_bf16, needs_fast_bfloat16)
-_HALF = Offer("fp16-packed", "kept", "half", half_packed, error=HALF_ERROR, expanded=True)
 
 OFFERED: dict[Kind, tuple[Offer, ...]] = {
     "int8": (
         _EXPANDED,
         _EXPANDED_BF16,
         Offer("int8pack", "bfloat16", "plain", int8pack, refuses_int8pack),
-        Offer("int_mm", "int8", "plain", int_mm, needs_channel_scales),
-        _HALF,
     ),
     "int4": (
         Offer("dequant-fp32gemm", "kept", "int4pack", expanded_fp32, error=ERRORS["bfloat16"]),
         Offer("int4pack", "bfloat16", "int4pack", int4_kernel, int4pack.refuses),
         Offer("codes-fp32gemm", "kept", "plain", expanded_codes, exact_only=True),
-        _HALF,
     ),
     "fp8": (
         _EXPANDED,
         _EXPANDED_BF16,
         Offer("fp8-dequant-fp32gemm", "fp8", "plain", expanded_fp8_inputs),
         Offer("scaled_mm", "fp8", "plain", scaled_mm, needs_row_scales),
-        _HALF,
     ),
 }

@@ -12,7 +12,6 @@ from torch import Tensor
 from engine.layers.precision.codes import unpack_nibbles
 from engine.layers.precision.forms_cpu import (
     int8pack,
-    needs_channel_scales,
     needs_row_scales,
     refuses_int8pack,
     scaled_mm,
@@ -22,14 +21,12 @@ from engine.layers.precision.int4pack import refuses as refuses_int4
 from engine.layers.precision.product import (
     Multiply,
     Offer,
-    quantize_rows_int8,
     tensors_of,
     without_inputs,
 )
-from engine.layers.precision.weights import Int4Weight, Int8Weight, Kind, QuantizedWeight
+from engine.layers.precision.weights import Int4Weight, Kind, QuantizedWeight
 
 _INNER_K_TILES = 8  # of tinygemm's layout; it then needs multiples of 128 input and 8 output channels
-_INT_MM_ROWS = 17  # the least that torch's _int_mm takes on CUDA
 
 
 def expanded_bf16(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
@@ -40,22 +37,6 @@ def expanded_bf16(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
         return F.linear(x.to(torch.bfloat16), plain().to(torch.bfloat16))
 
     return Multiply(apply, tensors_of(weight))
-
-
-def int_mm(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
-    """``_int_mm``: x quantized to int8 for each token; few rows are padded to the least the kernel takes."""
-    assert isinstance(weight, Int8Weight)
-    codes, scales = weight.codes, weight.scales
-    transposed, row_scales = codes.t(), scales[0].float()
-
-    def apply(x: Tensor) -> Tensor:
-        quantized, scale = quantize_rows_int8(x)
-        rows = quantized.shape[0]
-        if rows < _INT_MM_ROWS:
-            quantized = F.pad(quantized, (0, 0, 0, _INT_MM_ROWS - rows))
-        return torch._int_mm(quantized, transposed)[:rows].float().mul_(scale).mul_(row_scales)
-
-    return Multiply(apply, (codes, scales))
 
 
 def _refuses_tinygemm(weight: QuantizedWeight) -> str | None:
@@ -89,7 +70,6 @@ OFFERED: dict[Kind, tuple[Offer, ...]] = {
     "int8": (
         _EXPANDED,
         Offer("int8pack", "bfloat16", "plain", int8pack, refuses_int8pack),
-        Offer("int_mm", "int8", "plain", int_mm, needs_channel_scales),
     ),
     "int4": (_EXPANDED, Offer("int4pack", "bfloat16", "int4pack", tinygemm, _refuses_tinygemm)),
     "fp8": (_EXPANDED, Offer("scaled_mm", "fp8", "plain", scaled_mm, needs_row_scales)),

@@ -13,22 +13,20 @@ from torch import Tensor
 from engine.layers.precision.codes import E4M3_MAX
 from engine.layers.precision.weights import QuantizedWeight
 
-INT8_MAX = 127
-Activations = Literal["kept", "bfloat16", "int8", "fp8"]
+Activations = Literal["kept", "bfloat16", "fp8"]
 # Bounds of |y - exact| / (|x| |w|), by what happens to x on the way.
-ERRORS: dict[Activations, float] = {"kept": 1e-5, "bfloat16": 2.0**-7, "int8": 0.02, "fp8": 0.06}
+ERRORS: dict[Activations, float] = {"kept": 1e-5, "bfloat16": 2.0**-7, "fp8": 0.06}
 
 
 @dataclass(frozen=True, slots=True)
 class Multiply:
     """``apply(x)``: x [rows, in], rows >= 1, in the order of the codes, of any float dtype -> [rows, out].
 
-    held: every tensor that is kept. extra_bytes: what is kept besides, in a kernel's own memory.
+    held: every tensor that is kept.
     """
 
     apply: Callable[[Tensor], Tensor]
     held: tuple[Tensor, ...]
-    extra_bytes: int = 0
 
 
 Builder = Callable[[QuantizedWeight, dict[str, Tensor]], Multiply]
@@ -50,14 +48,13 @@ class Offer:
     builder: Builder
     refuses: Callable[[QuantizedWeight], str | None] = never
     error: float | None = None  # None: as `ERRORS` says
-    expanded: bool = False
     exact_only: bool = False
 
 
 class Product:
     """``y = x @ weight.T + bias``: puts x into the order and scale of the codes, y into its dtype."""
 
-    __slots__ = ("_apply", "_bias", "_input_scale", "_order", "extra_bytes", "held", "out_dtype", "shape")
+    __slots__ = ("_apply", "_bias", "_input_scale", "_order", "held", "out_dtype", "shape")
 
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype, multiply: Multiply
@@ -70,7 +67,6 @@ class Product:
         self._bias = None if bias is None else bias.to(device=weight.device, dtype=torch.float32)
         ours = (self._order, self._input_scale, self._bias)
         self.held = (*multiply.held, *(part for part in ours if part is not None))
-        self.extra_bytes = multiply.extra_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         if not x.shape[0]:
@@ -88,7 +84,7 @@ class Product:
 def held_bytes(products: tuple[Product, ...]) -> int:
     """Bytes that these products keep together; a tensor that several hold counts once."""
     tensors = {(t.data_ptr(), t.nbytes): t.nbytes for product in products for t in product.held}
-    return sum(tensors.values()) + sum(product.extra_bytes for product in products)
+    return sum(tensors.values())
 
 
 def reference(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
@@ -119,13 +115,6 @@ def tensors_of(weight: QuantizedWeight) -> tuple[Tensor, ...]:
     """Codes, scales and zeros of any kind of weight."""
     named = (getattr(weight, name, None) for name in ("codes", "scales", "zeros"))
     return tuple(part for part in named if part is not None)
-
-
-def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x as int8 with a scale [rows, 1] for each token: amax / 127."""
-    wide = x.float()
-    scale = wide.abs().amax(1, keepdim=True).clamp_(min=1e-30).div_(INT8_MAX)
-    return (wide / scale).round_().to(torch.int8), scale
 
 
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -124,7 +124,9 @@ def test_linear_layers_and_head_are_told_as_they_ran(window: MainWindow, link: F
     show(window, link, **INT8)
     assert window.memory.ran_none.isVisible()
     now = time.monotonic()
-    kernels = ["linear=int8:int8pack,head=bf16,activations=float32"] * 3 + ["linear=int8:int_mm,head=bf16"]
+    kernels = ["linear=int8:int8pack,head=bf16,activations=float32"] * 3 + [
+        "linear=int8:dequant-fp32gemm,head=bf16"
+    ]
     rows = [
         b.step_row(i, now - 1 + i / 10, decode_tok=1 if i < 3 else 40, kernels=kernels[i]) for i in range(4)
     ]
@@ -135,7 +137,7 @@ def test_linear_layers_and_head_are_told_as_they_ran(window: MainWindow, link: F
     shown = [(ran.names[key].text(), ran.remarks[key].full_text, plain(ran.value(key))) for key in ran.values]
     assert [line for line in shown if line[2]] == [
         ("1 row", "int8:int8pack", "75 %"),
-        ("40 rows", "int8:int_mm", "25 %"),
+        ("40 rows", "int8:dequant-fp32gemm", "25 %"),
         ("head", "bf16", "100 %"),
         ("between them", "", "float32"),
     ]

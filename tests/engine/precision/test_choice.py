@@ -53,25 +53,24 @@ def test_a_gain_within_the_noise_changes_nothing(monkeypatch: pytest.MonkeyPatch
     assert chosen("int4") == "int4:dequant-fp32gemm"
 
 
-def test_a_second_copy_needs_a_clear_gain_and_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"int8pack": (4.0, 5.0, 99.0, 99.0, 99.0), "fp16_packed": (5.0, 5.0, 5.0, 5.0, 5.0)}
-    with_times(monkeypatch, **times, dequant_fp32gemm=(9, 9, 9, 9, 9))
-    assert chosen("int8", expand=True) == "int8:fp16-packed"
-    assert chosen("int8") == "int8:int8pack:1+dequant-fp32gemm:5"
-    times["int8pack"] = (3.0, 5.0, 99.0, 99.0, 99.0)
-    with_times(monkeypatch, **times)
-    assert chosen("int8", expand=True) == "int8:int8pack:1+fp16-packed:2"
+def test_a_second_copy_needs_a_clear_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = {form.name: form for form in precision_forms("int4", CPU)}
+    two = [forms["int4pack"], forms["codes-fp32gemm"]]
+    monkeypatch.setattr(choice, "usable_forms", lambda *_, **__: two)
+    with_times(monkeypatch, int4pack=(4.0, 5.0, 99.0, 99.0, 99.0), codes_fp32gemm=(5, 5, 5, 5, 5))
+    assert chosen("int4") == "int4:codes-fp32gemm"
+    with_times(monkeypatch, int4pack=(3.0, 5.0, 99.0, 99.0, 99.0), codes_fp32gemm=(5, 5, 5, 5, 5))
+    assert chosen("int4") == "int4:int4pack:1+codes-fp32gemm:2"
 
 
 def test_forms_that_quantize_activations_never_mix_with_those_that_do_not() -> None:
     for kind in KINDS:
         sample = [quantize(normal(64, 64), kind)]
-        plain = usable_forms(kind, sample, CPU, expand=True)
+        plain = usable_forms(kind, sample, CPU)
         dynamic = usable_forms(kind, sample, CPU, dynamic=True)
         assert plain
         assert {form.activations for form in plain} <= {"kept", "bfloat16"}
-        assert {form.activations for form in dynamic} <= {"int8", "fp8"}
-        assert not any(form.expanded for form in usable_forms(kind, sample, CPU))
+        assert {form.activations for form in dynamic} <= {"fp8"}
     with pytest.raises(ValueError, match="no form computes int4 weights with quantized activations on cpu"):
         choose_precision("int4", [quantize(normal(64, 64), "int4")], CPU, dynamic=True)
 
@@ -141,5 +140,9 @@ def test_a_layer_runs_the_form_of_its_number_of_rows_and_holds_each_tensor_once(
     alone = QuantizedLinear(weight, None, PrecisionChoice((1,), (few,), "int8"))
     assert layer.nbytes == alone.nbytes
     assert alone.nbytes == pytest.approx(64 * 128, rel=0.06)
-    wide = QuantizedLinear(weight, None, PrecisionChoice((1, 5), (few, forms["fp16-packed"]), "int8"))
-    assert wide.nbytes == pytest.approx(3 * 64 * 128, rel=0.06)
+    weight = quantize(normal(64, 128), "int4")
+    forms = {form.name: form for form in precision_forms("int4", CPU)}
+    two = forms["int4pack"], forms["codes-fp32gemm"]
+    both = QuantizedLinear(weight, None, PrecisionChoice((1, 5), two, "int4"))
+    each = [QuantizedLinear(weight, None, PrecisionChoice((1,), (form,), "int4")) for form in two]
+    assert both.nbytes == sum(layer.nbytes for layer in each)

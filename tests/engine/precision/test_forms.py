@@ -189,7 +189,7 @@ def test_rows_that_the_int8_kernel_would_read_beyond_are_refused() -> None:
 
 def test_the_kernels_of_this_torch_are_there() -> None:
     """Those that issue from torch itself on every x86 CPU; others depend on the machine."""
-    assert {"int8pack", "int_mm"} <= {form.name for form in precision_forms("int8", CPU)}
+    assert "int8pack" in {form.name for form in precision_forms("int8", CPU)}
     assert "int4pack" in {form.name for form in precision_forms("int4", CPU)}
     assert "scaled_mm" in {form.name for form in precision_forms("fp8", CPU)}
 
@@ -205,7 +205,7 @@ def test_bfloat16_products_of_expanded_weights(kind: Kind) -> None:
 def test_what_forms_hold(kind: Kind) -> None:
     """1 byte a weight; int4 half a byte and 3 bytes a group, the kernel 4 bytes for its groups of 64."""
     weight = quantize(normal(256, 576), kind)
-    each = {"plain": 0.5 + 3 * 5 / 576 if kind == "int4" else 1.0, "int4pack": 0.5 + 4 / 64, "half": 2.0}
+    each = {"plain": 0.5 + 3 * 5 / 576 if kind == "int4" else 1.0, "int4pack": 0.5 + 4 / 64}
     for form in precision_forms(kind, CPU):
         held = held_bytes((form.build(weight, None, torch.float32),))
         assert held == pytest.approx(256 * 576 * each[form.layout], rel=0.02), form.name
