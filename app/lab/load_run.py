@@ -171,7 +171,10 @@ class LoadRun:
             sent=report.sent,
             done=report.done,
             failed=report.failed,
-            last_error=next((row.error for row in reversed(report.rows) if row.error), old.last_error),
+            last_error=next(
+                (r.error for r in reversed(report.rows) if r.error and r.error_class != "cancelled"),
+                old.last_error,
+            ),
             in_flight=report.in_flight,
             target_rps=old.target_rps,
             achieved_rps=report.achieved_rps,

@@ -197,6 +197,7 @@ def test_stopping_at_once_cancels_what_is_in_flight(live: Console, load: LoadRun
     stats = load.stats()
     assert stats.errors == {"cancelled": 3}
     assert stats.error_share is None
+    assert load.poll().last_error == "", "who cancels has not met a failure"
     live.until(lambda: not live.session.kpis().running.value, "an idle engine")
 
 
