@@ -25,7 +25,7 @@ class ChartView(QObject):
         self.link = CrosshairLink(self)
         self.span_s = float(console.settings.time_window_s)
         self._paused_at_s: float | None = None
-        self._labels: dict[int, str] = {}
+        self._labels: dict[str, str] = {}  # by what the change was; an engine's numbers begin anew with it
 
     @property
     def paused(self) -> bool:
@@ -64,9 +64,9 @@ class ChartView(QObject):
         ]
 
     def _label(self, marker: Marker) -> str:
-        if marker.apply_id not in self._labels:
-            self._labels[marker.apply_id] = self.console.patch_text(marker.patch)
-        return self._labels[marker.apply_id]
+        if marker.label not in self._labels:
+            self._labels[marker.label] = self.console.patch_text(marker.patch)
+        return self._labels[marker.label]
 
     def gaps(self) -> list[tuple[float, float]]:
         """Stretches without telemetry, relative to the right edge."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QComboBox, QSpinBox
@@ -11,7 +13,7 @@ from app import i18n
 from app.main_window import MainWindow
 from app.panels.optimizations import group_title
 from app.widgets.toggle import ToggleSwitch
-from ipc.messages import CfgSet, Error
+from ipc.messages import ApplyEvent, CfgSet, Error
 from tests.app import builders as b
 from tests.app.gui import feed
 from tests.app.gui.conftest import beat, discard, until
@@ -71,6 +73,21 @@ def test_a_click_is_pending_until_it_is_applied(window: MainWindow, link: FeedLi
     assert not row.editor.isChecked()
     assert row.status.full_text.startswith("applied, 1.50")
     assert window.view.marks()[0].label == "Prefix cache: off"
+
+
+def test_a_mark_names_its_own_change_though_another_engine_counts_anew(
+    window: MainWindow, link: FeedLink
+) -> None:
+    link.ready()
+    beat(window)
+    for patch in ({"prefix_cache": False}, {"batching": "static"}):
+        event = ApplyEvent(
+            apply_id=1, from_rev=0, to_rev=1, result="ok", t_ns=time.monotonic_ns(), at_step=5, took_us=1500,
+            mode="step", patch=patch, why="",
+        )  # fmt: skip
+        link.push(events=[event])
+        beat(window, 2)
+    assert [mark.label for mark in window.view.marks()] == ["Prefix cache: off", "Batching: static"]
 
 
 def test_a_refused_click_goes_back_and_says_why(window: MainWindow, link: FeedLink, qtbot: QtBot) -> None:
