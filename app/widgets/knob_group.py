@@ -71,7 +71,7 @@ class KnobGroup(QWidget):
             shown = opened and (made.info.available or self.more.isChecked())
             made.setVisible(hit if filtered else shown)
         if self._note is not None:
-            self._note.setVisible(opened and not filtered)
+            self._note.setVisible(any(found) if filtered else opened)
         self.more.setVisible(opened and self._missing > 0 and not filtered)
         text = tr("{n} not available here").format(n=count(self._missing))
         self.more.setAccessibleName(f"{self._title}: {text}")

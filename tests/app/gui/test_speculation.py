@@ -87,6 +87,15 @@ def test_weights_that_are_loaded_beside_the_steps_show_their_progress(
     assert note.none.text() == ""
 
 
+def test_who_looks_for_a_draft_finds_where_to_choose_one(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window)
+    window.optimizations.filter.setText("speculation")
+    assert note_of(window).isVisible()
+    window.optimizations.filter.setText("batching")
+    assert not note_of(window).isVisible()
+
+
 def test_figures_of_drafts_stand_below_their_knob_with_definitions(
     window: MainWindow, link: FeedLink
 ) -> None:
