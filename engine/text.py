@@ -105,7 +105,10 @@ class Tokenizer:
         if self.sha256 == other.sha256:
             return ""
         if self.known_ids != other.known_ids:
-            return f"one has {len(self.known_ids)} tokens, the other {len(other.known_ids)}, or other ids"
+            mine, theirs = len(self.known_ids), len(other.known_ids)
+            if mine == theirs:
+                return "their tokens have other ids"
+            return f"one has {mine} tokens, the other {theirs}"
         for i in sorted(self.known_ids):
             if self._literal[i] != other._literal[i]:
                 return f"id {i} is {self.token_text(i)!r} in one and {other.token_text(i)!r} in the other"

@@ -322,8 +322,8 @@ def check_tokens(target: LoadedModel, draft: LoadedModel) -> None:
     why = target.tokenizer.difference_to(draft.tokenizer, TEXT)
     if why:
         raise ModelError(
-            f"{draft.info.name} ({draft.info.path}) cannot draft for {target.info.name} "
-            f"({target.info.path}): their tokenizers differ: {why}"
+            f"{draft.info.name} cannot draft for {target.info.name}: their tokenizers differ: {why} "
+            f"({draft.info.path} for {target.info.path})"
         )
 
 
