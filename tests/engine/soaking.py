@@ -75,6 +75,7 @@ MAX_AGEING_S = 0.5
 # Who came so many steps later is behind in the order for good, whatever the priorities; the rest is for
 # requests passed over because the prefix that they wait for is being computed, and for swaps.
 WINDOW = round((LEVELS - 1) * MAX_AGEING_S * 1e9 / STEP_NS) + 100
+MAX_QUIET = 50  # steps without a token or an end while requests are open; four are seen
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ<"  # begins of tokens, or the whole of them
 
 
@@ -100,6 +101,8 @@ class Soak:
         self.faults: list[str] = []
         self.counts: Counter[str] = Counter()
         self.longest_wait = 0.0  # steps a request took, by the bound that it has
+        self.longest_quiet = 0  # steps in which no open request got a token or ended
+        self._news_step = 0  # of the last token or end
         self._lock = threading.Lock()
         self._open: dict[int, Case] = {}
         self._unstarted: OrderedDict[int, int] = OrderedDict()  # rid -> step it came in
@@ -136,9 +139,19 @@ class Soak:
         return [self.random.randrange(4, self.loaded.spec.vocab_size) for _ in range(length)]
 
     def tick(self) -> None:
-        """The time of one step goes by; call it between steps."""
+        """The time of one step goes by; call it between steps.
+
+        Steps that compute and get nowhere are a fault, as where requests make room for each other in turn:
+        the engine is not idle then, and how long a request took is only judged when it has ended.
+        """
         self._now_ns += STEP_NS
         self._arrived.append(self._arrived[-1])
+        step = len(self._arrived) - 1
+        if not self._open:
+            self._news_step = step
+        self.longest_quiet = max(self.longest_quiet, step - self._news_step)
+        if step - self._news_step > MAX_QUIET:
+            self.faults.append(f"no token and no end in {step - self._news_step} steps, {self.num_open} wait")
 
     def submit(self, **changes: Any) -> int | None:
         """A random request of 1 to 6 tokens; None if it was refused because too many wait."""
@@ -226,6 +239,8 @@ class Soak:
             for event in events:
                 if why := refused_by_clients(event):
                     self.faults.append(why)
+                if isinstance(event, Tokens | Done):
+                    self._news_step = len(self._arrived) - 1
                 match event:
                     case Tokens():
                         self._tokens(event)
