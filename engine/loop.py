@@ -117,6 +117,8 @@ class EngineCore:
             wanted=DraftWeights.of(knobs.values),
         )
         self.pool_bytes = kv_pool_bytes(config, device)  # of what the weights have left
+        if device.type == "cuda" and config.kv_pool_bytes is None:  # such a pool fills the card
+            self.pool_bytes = self.drafts.leave_room(self.pool_bytes)
         without_host = {**knobs.values, "kv_host_gib": 0.0, "preemption": "recompute"}
         self.layout: Layout = layout_of(without_host, self.runner, self.pool_bytes)  # what is really there
         layout = self.layout

@@ -138,6 +138,17 @@ class DraftModels:
         widest = self._runner.window
         return widest if widest is None or self._load is None else widest + NEAR
 
+    def leave_room(self, pool_bytes: int) -> int:
+        """Of the memory there is for pools, the part that the target's may take if a draft model may come.
+
+        The rest is for the draft model's weights, unless they are there already, and for as many blocks.
+        """
+        if self._spec is None:
+            return pool_bytes
+        rest = max(0, pool_bytes - (0 if self.weight_bytes else self._draft_bytes))
+        own, draft = (per_block(1) for per_block in (self._runner.kv_bytes_per_block, self._bytes_per_block))
+        return rest * own // (own + draft)
+
     def check(self, values: Mapping[str, KnobValue], now: Layout, then: Layout) -> None:
         """Raise `NoRoom`, saying what is needed and what is there, if these values' drafter cannot be made.
 

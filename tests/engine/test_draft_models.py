@@ -310,6 +310,20 @@ def test_no_error_of_loading_ends_the_engine(model: LoadedModel, monkeypatch: py
     assert engine.generate(prompts(1), GREEDY) == Engine(model).generate(prompts(1), GREEDY)
 
 
+def test_a_pool_that_fills_a_card_leaves_room_for_a_draft_model(model: LoadedModel) -> None:
+    """For its weights, where they are not there yet, and for as many blocks of its own keys and values."""
+    for kind in ("off", "draft"):
+        drafts = drafting(model, kind).core.drafts
+        there = drafts.weight_bytes
+        own = drafts.leave_room(1 << 30)
+        blocks = own // drafts._runner.kv_bytes_per_block(16)
+        weights = 0 if there else drafts._draft_bytes
+        taken = own + blocks * drafts._bytes_per_block(16) + weights
+        assert 0.999 * (1 << 30) < taken <= 1 << 30
+        assert drafts.leave_room(0) == 0
+    assert Engine(model).core.drafts.leave_room(1 << 30) == 1 << 30
+
+
 @pytest.mark.parametrize("kind", ["draft", "self"])
 def test_requests_go_on_while_weights_are_loaded(
     model: LoadedModel, kind: str, monkeypatch: pytest.MonkeyPatch
