@@ -11,6 +11,7 @@ from engine.knobs import BY_ID
 from ipc.messages import KnobValue
 from tests.engine.core_harness import load, tiny_folder
 from tests.engine.soaking import FLIPS, Soak
+from tests.engine.speculation.told import Again
 
 REQUESTS = 10_000
 TRACED = 1000
@@ -61,6 +62,20 @@ def run_urgent(load: Soak, requests: int) -> None:
         run_until(load, load.counts["submitted"] + requests, flips=False)
 
 
+def run_drafting(load: Soak, requests: int) -> None:
+    """So many more requests with drafts for all: in texts so short, little repeats that could be drafted."""
+    makers = load.core.speculator.makers
+    usual, makers["ngram"] = makers["ngram"], lambda _: Again()
+    changes: dict[str, KnobValue] = {"spec_adaptive": False, "spec_tokens": 2}
+    for kind in ("off", "ngram"):
+        load.core.propose({**changes, "speculation": kind}, load.core.knobs.rev)
+        load.core.step()
+    run_until(load, load.counts["submitted"] + requests, flips=False)
+    makers["ngram"] = usual
+    load.core.propose({"speculation": "off"}, load.core.knobs.rev)
+    load.core.step()
+
+
 def test_ten_thousand_requests() -> None:
     """A08, B05, B07, C01: the ledger holds after every step, each request ends once with its whole text, none
     is overtaken without bound, and nothing is left in memory.
@@ -71,6 +86,7 @@ def test_ten_thousand_requests() -> None:
     load = soak(1)
     before = set(threading.enumerate())
     run_urgent(load, 500)
+    run_drafting(load, 1000)
     run_until(load, REQUESTS // 2)
     load.calm()
     assert load.at_rest() == []

@@ -80,3 +80,17 @@ class Always:
     def release(self, slot: int) -> None: ...
 
     def clear(self) -> None: ...
+
+
+class Again:
+    """Proposes a request's newest token over and over, which is right now and then."""
+
+    name = "ngram"
+    sequential = False
+
+    def propose(self, requests: Sequence[RowRequest], k: Sequence[int]) -> list[Draft]:
+        return [Draft(r.token_ids[-1:] * count) for r, count in zip(requests, k, strict=True)]
+
+    def release(self, slot: int) -> None: ...
+
+    def clear(self) -> None: ...
