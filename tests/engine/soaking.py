@@ -212,7 +212,12 @@ class Soak:
             core.answers.note_preempted([core.scheduler.preempt(victim, self.clock_ns())])
 
     def flip(self) -> None:
-        """Give one knob another of its values."""
+        """Give one knob another of its values, every other time one that was not given yet."""
+        pairs = [(knob, value) for knob, values in self.flips.items() for value in values]
+        new = [(knob, value) for knob, value in pairs if not self.counts[f"{knob}={value}"]]
+        if new and self.random.random() < 0.5:
+            self.set(*self.random.choice(new))
+            return
         knob = self.random.choice(list(self.flips))
         self.set(knob, self.random.choice(self.flips[knob]))
 
