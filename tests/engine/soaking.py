@@ -74,7 +74,7 @@ FLIPS: dict[str, tuple[KnobValue, ...]] = {
 MAX_AGEING_S = 0.5
 # Who came so many steps later is behind in the order for good, whatever the priorities; the rest is for
 # requests passed over because the prefix that they wait for is being computed, and for swaps.
-WINDOW = round((LEVELS - 1) * MAX_AGEING_S * 1e9 / STEP_NS) + 200
+WINDOW = round((LEVELS - 1) * MAX_AGEING_S * 1e9 / STEP_NS) + 100
 MAX_QUIET = 50  # steps without a token or an end while requests are open; four are seen
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ<"  # begins of tokens, or the whole of them
 
