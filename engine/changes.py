@@ -46,6 +46,7 @@ class Changes:
         core.pulse.blocks_changed(show_at_once=True)
         if core.phase == "applying":
             core.pulse.set_phase("ready")
+        core.flush()  # how it ended is not to wait for the step that follows, which may be long
 
     def stop(self) -> None:
         """Load nothing any more."""

@@ -135,6 +135,8 @@ class Commands:
                 server.send(peer, self._cfg(command.id))
             case m.CfgSet():
                 server.answer(peer, self._configure(command))
+            case m.CfgCancel():
+                server.answer(peer, self._give_up(command))
             case m.Submit():
                 self._submit(peer, command)
             case m.Cancel():
@@ -166,6 +168,12 @@ class Commands:
             changed=dict(proposal.changed),
             running=core.state().running,
         )
+
+    def _give_up(self, command: m.CfgCancel) -> m.Reply:
+        knobs = self._server.knobs
+        if knobs is not None and knobs.cancel(command.apply_id):
+            return m.Ok(id=command.id)
+        return _error(command.id, "not_found", f"change {command.apply_id} is not being applied")
 
     def _submit(self, peer: Peer, command: m.Submit) -> None:
         server = self._server

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.knob import KnobContext
 from engine.knobs import BY_ID, KNOBS
-from ipc.messages import ApplyMode, ErrorCode, KnobInfo, KnobValue
+from ipc.messages import CANCELLED, ApplyMode, ErrorCode, KnobInfo, KnobValue
 
 APPLY_ORDER: tuple[ApplyMode, ...] = ("step", "rebuild_kv", "reload", "restart")
 
@@ -21,6 +21,10 @@ class PatchRefused(Exception):
         self.code: ErrorCode = code
         self.message = message
         self.keys: dict[str, str] = dict(keys or {})
+
+
+class ChangeCancelled(RuntimeError):
+    """A client does not want the change any more that is being made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class KnobStore:
         self.pending: Proposal | None = None
         self._lock = threading.Lock()
         self._next_apply_id = 1
+        self._cancel_asked = self._cancel_heeded = False  # of the pending change
         refused = self.validate(initial or {})
         if refused:
             raise PatchRefused("invalid", _summary(refused), refused)
@@ -93,7 +98,27 @@ class KnobStore:
             if not dry_run:
                 self._next_apply_id += 1
                 self.pending = proposal
+                self._cancel_asked = self._cancel_heeded = False
             return proposal
+
+    def cancel(self, apply_id: int) -> bool:
+        """Have a change given up that is on its way; False if it is not. Any thread."""
+        with self._lock:
+            if self.pending is None or self.pending.apply_id != apply_id:
+                return False
+            self._cancel_asked = True
+            return True
+
+    def heed_cancel(self) -> None:
+        """Raise `ChangeCancelled` if the pending change is to be given up. Once: the way back has to be gone.
+
+        Call it where what was done of the change until then can be undone.
+        """
+        with self._lock:
+            if not self._cancel_asked or self._cancel_heeded:
+                return
+            self._cancel_heeded = True
+        raise ChangeCancelled(CANCELLED)
 
     def commit(self, proposal: Proposal) -> int:
         """Make the proposed values current and return the new revision."""

@@ -245,8 +245,12 @@ class EngineCore:
         return state_of(self)
 
     def progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
-        """Tell how far a change is that is being applied, or loaded. Step thread or fetching thread."""
+        """Tell how far a change is that is being applied, or loaded. Step thread or fetching thread.
+
+        Raises `ChangeCancelled` if nobody wants it any more.
+        """
         self.pulse.progress(stage, done_bytes, total_bytes)
+        self.knobs.heed_cancel()
 
     def wake(self) -> None:
         """Make a sleeping loop look again."""

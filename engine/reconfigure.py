@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MIB = 1 << 20
 ARENAS: tuple[Arena, ...] = ("prefix", "swap")
 
 
@@ -58,6 +59,7 @@ def carry_out(core: EngineCore, proposal: Proposal, now_ns: int, error: Exceptio
     try:
         if error is not None:
             _refuse(error)
+        core.knobs.heed_cancel()
         make_copies(core, now_ns)
         _reconfigure(core, proposal, now_ns)
     except (PatchRefused, ModelError, NoRoom, MemoryError, RuntimeError, ValueError) as caught:
@@ -243,12 +245,20 @@ def _convert_weights(core: EngineCore, precision: WeightPrecision, now_ns: int) 
     core.speculator.stop()
     for arena in ARENAS:
         _resize(core, arena, 0)
-    core.runner.free_kv()
+    runner = core.runner
+    runner.free_kv()
     core.layout = replace(core.layout, num_blocks=0)
+    before, began_ns = runner.weight_bytes, core.clock_ns()
+    log.info("converting the weights to %s; requests wait", precision.name)
     try:
-        core.runner.set_precision(precision, core.progress)
+        runner.set_precision(precision, core.progress)
     except NoRoom as error:  # memory has become less since it was looked at
         raise MemoryError(str(error)) from None
+    took_s, now = (core.clock_ns() - began_ns) * 1e-9, runner.weight_bytes
+    log.info(
+        "converting took %.1f s; the weights take %.0f MiB, before it %.0f MiB (%+.0f MiB)",
+        took_s, now / MIB, before / MIB, (now - before) / MIB,
+    )  # fmt: skip
 
 
 def _replace_pool(core: EngineCore, values: Mapping[str, KnobValue], layout: Layout, now_ns: int) -> None:

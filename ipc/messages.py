@@ -183,6 +183,17 @@ class CfgSet(_Struct, tag="cfg.set", frozen=True, kw_only=True):
     dry_run: bool = False
 
 
+class CfgCancel(_Struct, tag="cfg.cancel", frozen=True, kw_only=True):
+    """Give up a change that is on its way. ``not_found`` if it is not, or not any more.
+
+    ``Ok`` says that it was asked for in time. How it ended is told by its `ApplyEvent`: rolled back with
+    `CANCELLED` as the reason, or applied, where it was past the last point at which it could be given up.
+    """
+
+    id: Id
+    apply_id: UInt
+
+
 class Submit(_Struct, tag="req.submit", frozen=True, kw_only=True):
     """Generate. Exactly one of ``prompt`` (raw text), ``messages`` (chat) and ``tokens`` (ids) is given."""
 
@@ -222,7 +233,7 @@ class Shutdown(_Struct, tag="shutdown", frozen=True, kw_only=True):
     timeout_ms: Annotated[int, Meta(ge=0, le=600_000)] = 5000
 
 
-Command = Hello | Ping | Snapshot | CfgGet | CfgSet | Submit | Cancel | LogTail | Shutdown
+Command = Hello | Ping | Snapshot | CfgGet | CfgSet | CfgCancel | Submit | Cancel | LogTail | Shutdown
 
 
 # --- replies: engine -> client, on ctl -----------------------------------------------------------
@@ -584,6 +595,10 @@ class BlockDelta(_Struct, tag="blk.delta", frozen=True, kw_only=True):
     state: Annotated[bytes, Meta(max_length=MAX_BLOCKS)]
     fill: Annotated[bytes, Meta(max_length=2 * MAX_BLOCKS)]
     owner: Annotated[bytes, Meta(max_length=4 * MAX_BLOCKS)]
+
+
+CANCELLED = "it was cancelled"
+"""Why a change was rolled back that a client cancelled."""
 
 
 class ApplyEvent(_Struct, tag="apply", frozen=True, kw_only=True):

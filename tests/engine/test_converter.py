@@ -20,7 +20,7 @@ from engine.models.linears import HEAD, LinearMaker, Place
 from engine.models.loader import LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.weight_precision import WeightPrecision
-from ipc.messages import ApplyEvent, KnobValue, Sampling
+from ipc.messages import CANCELLED, ApplyEvent, KnobValue, Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.driving import CPU
 from tests.engine.oracle import NEW_TOKENS, tiny
@@ -283,6 +283,36 @@ def test_a_conversion_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPa
     assert rolled_back(engine, expected, weight_dtype="int8") == "the device has no memory left"
     monkeypatch.setattr(LinearMaker, "quantized", made)
     assert flip(engine, weight_dtype="int8").result == "ok"
+
+
+@pytest.mark.parametrize(("stage", "patch"), [
+    ("searching 4-bit codes (AWQ)", {"weight_dtype": "int4"}),
+    ("converting weights to int8", {"weight_dtype": "int8"}),
+    ("making a draft in int8", {"speculation": "self"}),
+], ids=["search", "conversion", "draft"])  # fmt: skip
+def test_a_change_that_is_cancelled_half_way_is_undone(
+    monkeypatch: pytest.MonkeyPatch, stage: str, patch: dict[str, KnobValue]
+) -> None:
+    """It is cancelled again and again, which must not keep the way back from being gone to its end."""
+    expected = tiny("llama")
+    engine = Engine(expected.loaded)
+    core, seen = engine.core, []
+    told = core.pulse.progress
+
+    def cancelling(now: str, done_bytes: int, total_bytes: int) -> None:
+        told(now, done_bytes, total_bytes)
+        seen.append(now)
+        if stage in seen and done_bytes and core.knobs.pending is not None:
+            assert core.knobs.cancel(core.knobs.pending.apply_id)
+
+    monkeypatch.setattr(core.pulse, "progress", cancelling)
+    assert rolled_back(engine, expected, **patch) == CANCELLED
+    assert seen.count(stage) == 2, "it went on after it was cancelled"
+    assert core.drafts.weight_bytes == 0
+    assert len(core.runner._converter._codes) == ("search" in stage), "what was found is kept"
+    assert not core.knobs.cancel(1), "it is over"
+    monkeypatch.setattr(core.pulse, "progress", told)
+    assert flip(engine, **patch).result == "ok"
 
 
 def test_the_way_back_is_tried_though_memory_looks_too_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,6 +316,12 @@ def _reply_to(client: Client, command_id: int) -> m.Reply:
     raise AssertionError(f"command {command_id} was never answered")
 
 
+def test_only_a_change_on_its_way_can_be_cancelled(client: Client) -> None:
+    with pytest.raises(EngineError) as caught:
+        client.call(m.CfgCancel(id=client.next_id(), apply_id=1 << 40), m.Ok)
+    assert caught.value.code == "not_found"
+
+
 def test_a_patch_is_taken_whole_or_refused_with_a_reason_for_each_key(client: Client) -> None:
     cfg = client.config()
     with pytest.raises(EngineError) as caught:

@@ -49,6 +49,7 @@ COMMANDS: list[m.Command] = [
     m.Snapshot(id=3),
     m.CfgGet(id=4),
     m.CfgSet(id=5, expect_rev=0, patch={"prefix_cache": False, "max_num_seqs": 8, "policy": "fcfs"}),
+    m.CfgCancel(id=12, apply_id=3),
     m.Submit(id=6, prompt="Grüße, 世界", sampling=m.Sampling(temperature=0.7, stop=["\n\n"], seed=3)),
     m.Submit(id=7, messages=[m.ChatMessage(role="user", content="hi")], tag="x", priority=-3),
     m.Submit(id=8, tokens=[1, 2, 3], stream=False, sampling=m.Sampling(max_tokens=2, logprobs=2)),
