@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (zmq.ZMQError, OSError) as error:
         print(f"decodeck-engine: cannot listen on {ctl.url}: {error}", file=sys.stderr)
         return ExitCode.BIND
-    _run(config, server, lifetime)
+    _run(config, server, lifetime, managed=options.managed)
     server.join(timeout_s=2.0)
     lifetime.exit()
     return ExitCode.OK
@@ -95,11 +95,12 @@ def _list_knobs(*, as_json: bool) -> int:
             choice + (f" ({knob.choice_reasons[choice]})" if choice in knob.choice_reasons else "")
             for choice in knob.choices
         )
-        values = values or knob.type
+        values = values or ("on, off" if knob.type == "bool" else knob.type)
         if knob.minimum is not None and knob.maximum is not None:
             values += f" {knob.minimum:.10g} to {knob.maximum:.10g} {knob.unit}".rstrip()
         note = "" if knob.available else f"  (not available: {knob.reason})"
-        print(f"{knob.id:24} {knob.apply:10} default {knob.default!s:12} {values}{note}")
+        default = ("on" if knob.default else "off") if knob.type == "bool" else knob.default
+        print(f"{knob.id:24} {knob.apply:10} default {default!s:12} {values}{note}")
     return ExitCode.OK
 
 
@@ -271,12 +272,15 @@ def _leave_files(
         lifetime.on_end(lambda file=file: file.unlink(missing_ok=True))  # type: ignore[misc]
 
 
-def _run(config: EngineConfig, server: EngineServer, lifetime: Lifetime) -> None:
-    """Load the model and run its step loop on this thread until the process is to end."""
+def _run(config: EngineConfig, server: EngineServer, lifetime: Lifetime, *, managed: bool) -> None:
+    """Load the model and run its step loop on this thread until the process is to end.
+
+    ``managed``: nobody reads standard error as it comes; it is the log of a console's engine.
+    """
     failure: tuple[int, str] | None = None
     try:
         server.loading("importing torch")
-        from engine.bringup import bring_up, explain
+        from engine.bringup import EXPECTED, bring_up, explain
     except ImportError as error:
         log.exception("torch cannot be imported")
         failure = ExitCode.LOAD_FAILED, f"torch cannot be imported: {error}"
@@ -290,10 +294,13 @@ def _run(config: EngineConfig, server: EngineServer, lifetime: Lifetime) -> None
             core.run(lifetime.stop)
         except Exception as error:
             code, reason = explain(error, running=running)
-            log.exception("%s", reason)
+            plain = isinstance(error, EXPECTED) and not managed and not log.isEnabledFor(logging.DEBUG)
+            log.error("%s", reason, exc_info=not plain)
             failure = code, reason
     if failure is not None and not lifetime.stop.is_set():
         lifetime.failure = failure[0]
+        if not managed:
+            log.info("clients can read the reason until this process is stopped; Ctrl+C stops it")
         server.failed(failure[1])
         while not lifetime.stop.wait(3600.0):
             pass

@@ -26,6 +26,8 @@ from ipc import codec
 
 log = logging.getLogger("engine.bringup")
 
+EXPECTED = (ModelError, ConfigError, PatchRefused, DeviceError)
+"""Errors whose text says all: what the person gave cannot be used."""
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

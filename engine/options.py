@@ -66,7 +66,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="how long the requests of a client that vanished go on",
     )
-    cli.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    cli.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
+                     help="debug: with the traceback of a model that cannot be loaded")  # fmt: skip
     cli.add_argument("--list-knobs", action="store_true", help="print every optimization and exit")
     cli.add_argument("--json", action="store_true", help="with --list-knobs: as JSON")
     return cli
@@ -126,7 +127,7 @@ def _value(knob: Knob, text: str) -> KnobValue:
     if knob.type == "bool":
         known = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
         if text.lower() not in known:
-            raise ConfigError(f"--knob {knob.id}={text}: not true or false")
+            raise ConfigError(f"--knob {knob.id}={text}: not on or off")
         return known[text.lower()]
     try:
         return int(text) if knob.type == "int" else float(text)

@@ -141,6 +141,20 @@ def test_a_model_that_cannot_be_loaded_leaves_an_engine_that_says_why(tmp_path: 
         assert "Traceback" in engine.errors(), "the process's own log has it"
 
 
+def test_on_a_terminal_a_wrong_model_is_one_sentence_and_how_to_end_it(tmp_path: Path) -> None:
+    """No traceback: what the person gave cannot be used, and the sentence says all."""
+    model = write_model(tmp_path / "m", {"architectures": ["GPT9ForCausalLM"], "model_type": "gpt9"})
+    with running(model, managed=False) as engine:
+        with engine.client() as client, pytest.raises(EngineGone):
+            client.wait_ready(240.0)
+        engine.process.send_signal(signal.SIGINT)
+        assert engine.process.wait(60) == 14
+        told = engine.errors()
+        assert "gpt9" in told.lower()
+        assert "Ctrl+C stops it" in told
+        assert "Traceback" not in told
+
+
 def test_the_line_that_says_ready_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can get in between it and its end, as the log goes to the same pipe."""
     written: list[str] = []
@@ -265,6 +279,7 @@ def test_the_list_of_knobs_reads_well(capsys: pytest.CaptureFixture[str]) -> Non
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines["max_num_batched_tokens"].endswith("int 1 to 1048576 tokens")
     assert "paged (not built yet)" in lines["attention"]
+    assert lines["prefix_cache"].endswith("default on           on, off")
 
 
 def test_knobs_are_listed_without_torch() -> None:
