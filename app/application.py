@@ -97,6 +97,7 @@ class Application(QObject):
         old.close()
         self.window = self._make_window()
         self.window.setGeometry(old.geometry())
+        self.window.optimizations.filter.setText(old.optimizations.filter.text())
         for name, dock in old.docks.items():
             self.window.docks[name].show_index(dock.stack.currentIndex())
         self.window.show()

@@ -20,7 +20,8 @@ from app.knob_text import value_text
 from app.lab.load_run import LoadError, LoadProgress, LoadRun
 from app.lab.workload import WorkloadError, WorkloadSpec
 from app.model.chat import ChatModel
-from app.model.knobs import KnobModel, KnobStatus
+from app.model.costs import first_awq_search
+from app.model.knobs import KnobModel, KnobStatus, Patch
 from app.model.session import SessionModel
 from app.net.io_thread import EngineLink
 from app.net.types import LaunchSpec, LinkState
@@ -28,7 +29,9 @@ from app.settings import Settings
 from app.store.collect import from_live, from_load
 from app.store.records import BaselineData, BaselineSummary, Comparison
 from app.store.store import ExportFormat, Store
-from ipc.messages import ApplyEvent, Cancel, Error, KnobValue, Reply
+from ipc.messages import CANCELLED, ApplyEvent, Cancel, CfgCancel, Error, KnobValue, Reply
+
+AFTER_CHANGE_S = 1e-3  # so that the change itself is not in the window that begins with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Console(QObject):
     noticed = Signal(object)  # Notice
     selected = Signal(object)  # rid of the request that was picked, or None
     baselines_changed = Signal()
+    costly = Signal(object)  # the patch of a change that takes minutes: to be confirmed
 
     def __init__(
         self, link: EngineLink, settings: Settings, store_path: Path, errors: ErrorHub | None = None
@@ -93,6 +97,10 @@ class Console(QObject):
     def _tell_rolled_back(self, event: ApplyEvent) -> None:
         if event.result == "rolled_back":
             names = self.patch_text(event.patch)
+            if event.why == CANCELLED:
+                text = tr("{names} was cancelled; the configuration is as it was before.")
+                self.noticed.emit(Notice("info", text.format(names=names)))
+                return
             text = tr("{names} was rolled back: {why}").format(names=names, why=tr_engine(event.why))
             self.noticed.emit(Notice("warning", text))
 
@@ -100,9 +108,24 @@ class Console(QObject):
         """A change for a person: ``Prefix cache: off``."""
         titles = {view.info.id: view.info.title for view in self.knobs.views()}
         return ", ".join(
-            f"{knob_title(knob, titles.get(knob, knob))}: {value_text(value)}"
+            tr("{name}: {value}").format(
+                name=knob_title(knob, titles.get(knob, knob)), value=value_text(value)
+            )
             for knob, value in patch.items()
         )
+
+    def change(self, patch: Patch) -> None:
+        """Ask for a change of knobs, or let one that takes minutes be confirmed first."""
+        if first_awq_search(self.knobs.values(), patch, self.session.configs()):
+            self.costly.emit(patch)
+        elif patch:
+            self.knobs.set(patch)
+
+    def cancel_change(self) -> None:
+        """Have the change given up that the engine is applying, whoever asked for it."""
+        state = self.session.state
+        if state is not None and state.pending_apply is not None:
+            self.link.send(CfgCancel(id=1, apply_id=state.pending_apply), self._tell_error)
 
     def pending_text(self) -> str:
         """What this console asked for and the engine has not applied yet, in words."""
@@ -126,7 +149,7 @@ class Console(QObject):
                 self.noticed.emit(Notice("error", tr("The load failed: {why}").format(why=progress.message)))
             elif not progress.valid:
                 why = "; ".join(progress.invalid_reasons)
-                self.noticed.emit(Notice("warning", tr("This load run is not valid: {why}").format(why=why)))
+                self.noticed.emit(Notice("warning", tr("This load run is doubtful: {why}").format(why=why)))
             else:
                 text = tr("The load has ended: {done} requests done, {failed} failed.")
                 text = text.format(done=progress.done, failed=progress.failed)
@@ -256,9 +279,15 @@ class Console(QObject):
         self.with_store(tr("Reading baselines"), lambda store: store.list(), show)
 
     def baseline_data(self, name: str, note: str, source: str, span_s: float | None) -> BaselineData:
-        """What `save_baseline` would store now. ``source``: live or load. Raises StoreError if it cannot."""
+        """What `save_baseline` would store now. Raises StoreError if it cannot.
+
+        ``source``: load; live, the last ``span_s`` seconds; or change, since the configuration last changed.
+        """
         if source == "load":
             return from_load(self.session, self.load_run, name, note)
+        if source == "change" and self.session.changed_s is not None:
+            span_s = self.session.now_s - self.session.changed_s - AFTER_CHANGE_S
+            return from_live(self.session, name, note, span_s, whole=True)
         return from_live(self.session, name, note, span_s)
 
     def save_baseline(self, data: BaselineData, on_saved: Callable[[str], None] | None = None) -> None:
@@ -304,7 +333,8 @@ class Console(QObject):
         """Ask the engine for the configuration of a stored baseline."""
 
         def ask(baseline: Any) -> None:
-            asked: dict[str, KnobValue] = self.knobs.restore(baseline.data.config)
+            asked = self.knobs.difference(baseline.data.config)
+            self.change(asked)
             text = tr("Nothing to restore: the engine already runs with this configuration.")
             if asked:
                 text = tr("Restoring “{name}”; settings that change: {n}.")

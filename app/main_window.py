@@ -162,6 +162,7 @@ class MainWindow(WindowActions):
         for chart in (self.ttft, self.tpot, self.throughput):
             self.splitter.addWidget(chart)
         self.setCentralWidget(self.splitter)
+        self.change_banner = Banner(over=self.splitter)
         # A tool bar is the one place of a main window that spans the docks at both sides.
         bar = QToolBar(tr("Load and figures"))
         bar.setObjectName("top")
@@ -244,9 +245,11 @@ class MainWindow(WindowActions):
     def _connect(self) -> None:
         console = self.console
         console.noticed.connect(self.on_notice)
+        console.costly.connect(self.confirm_search)
         self.load_bar.started.connect(self.on_start_load)
         self.load_bar.stopped.connect(lambda: console.stop_load())
         self.load_bar.cancelled.connect(self.cancel_load)
+        self.change_banner.cancel_asked.connect(console.cancel_change)
         self.banner.restart_asked.connect(self.restart_engine)
         self.banner.draft_asked.connect(self.choose_draft_model)
         self.banner.log_asked.connect(lambda: self.show_panel("log"))
@@ -277,12 +280,14 @@ class MainWindow(WindowActions):
 
     def _refresh_state(self) -> None:
         message = status.banner_message(self.session, self.console.pending_text())
-        if message is None:
-            self.banner.hide()
-        else:
-            self.banner.show_message(
+        for banner in (self.banner, self.change_banner):
+            if message is None or message.change != (banner is self.change_banner):
+                banner.hide()
+                continue
+            banner.show_message(
                 message.level, message.title, message.text, share=message.share, busy=message.busy,
                 can_restart=message.can_restart, log=message.log, draft=message.draft,
+                can_cancel=message.can_cancel,
             )  # fmt: skip
         if self.session.device is not None:
             self.load_bar.suit(self.session.device.kind)

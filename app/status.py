@@ -36,6 +36,8 @@ class Message:
     can_restart: bool = False
     log: bool = False
     draft: bool = False  # another draft model, or none, may help
+    change: bool = False  # of a change that is being applied: it comes and goes while a person works
+    can_cancel: bool = False
 
 
 def applying_share(session: SessionModel) -> float | None:
@@ -90,10 +92,16 @@ def _applying(session: SessionModel, state: EngineState, change: str) -> Message
     parts = [change, tr_engine(state.stage), _done(state) if share is not None else ""]
     if since_s >= _SLOW_S:
         parts.append(tr("for {time}").format(time=clock(since_s)))
+    left_s = session.stage_clock.left_s(state, session.now_s)
+    if left_s is not None:
+        parts.append(tr("about {time} left").format(time=clock(left_s)))
     if state.running + state.waiting:
         parts.append(tr("{n} requests wait").format(n=count(state.running + state.waiting)))
     text = " · ".join(part for part in parts if part)
-    return Message("busy", tr("Applying a change"), text, share=share, busy=share is None)
+    return Message(
+        "busy", tr("Applying a change"), text, share=share, busy=share is None, change=True,
+        can_cancel=share is not None and state.pending_apply is not None,
+    )  # fmt: skip
 
 
 def _done(state: EngineState) -> str:

@@ -155,6 +155,13 @@ def span(value_s: float) -> str:
     return f"{value_s:g}{NBSP}s"
 
 
+def pause(value_s: float) -> str:
+    """How long a person waited, short: ``120 ms``, ``9.7 s``, ``22 s``, ``2:14``."""
+    if value_s >= 60.0:
+        return clock(value_s)
+    return span(round(value_s, 1 if value_s < 10.0 else None)) if value_s >= 1.0 else str(seconds(value_s))
+
+
 def tick(value: float) -> str:
     """A round number at an axis, without needless zeros."""
     if value == 0:

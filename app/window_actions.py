@@ -15,6 +15,7 @@ from app.dialogs.draft_model import DraftModelDialog
 from app.dialogs.help import about_dialog, metrics_dialog, shortcuts_dialog
 from app.dialogs.prompt import attach_dialog
 from app.dialogs.save_baseline import SaveBaselineDialog
+from app.dialogs.search_codes import SearchCodesDialog
 from app.i18n import tr
 from app.panels.baselines import BaselinesPanel
 from app.panels.charts import LatencyChart
@@ -55,6 +56,11 @@ class WindowActions(QMainWindow):
     def on_notice(self, notice: Notice) -> None:
         """Show a notice in the corner."""
         self.toasts.show_notice(notice.level, notice.text, notice.detail)
+
+    @Slot(object)
+    def confirm_search(self, patch: object) -> None:
+        """Say what AWQ's first search takes before it is asked for."""
+        SearchCodesDialog(self.console, patch, self).open()  # type: ignore[arg-type]
 
     def save_baseline(self) -> None:
         """Ask for a name and save."""

@@ -30,7 +30,7 @@ METRIC_NAMES = {
     "draft_mean_s": N_("Drafting, a step"),
     "verify_mean_s": N_("Verifying, a step"),
     "weight_bytes": N_("Weights"),
-    "original_bytes": N_("Weights to convert from"),
+    "original_bytes": N_("Weights kept for changes"),
     "draft_weight_bytes": N_("Draft weights"),
     "draft_kv_bytes": N_("Draft KV"),
     "kv_pool_bytes": N_("KV pool"),

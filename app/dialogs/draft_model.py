@@ -28,7 +28,8 @@ class DraftModelDialog(QDialog):
         self.ours = link.can_restart and console.launch_spec is not None
         about = tr(
             "With speculation = draft, a smaller model with the same tokenizer drafts tokens, and the model "
-            "verifies them together. It takes memory beside the model only while it drafts."
+            "verifies them together. It is read once when the engine starts, to check that it fits, and "
+            "takes memory beside the model only while it drafts."
         )
         self.cost = label("", "dim", wrap=True)
         self.path = QLineEdit(console.draft_model or console.settings.draft_model)
@@ -70,8 +71,8 @@ class DraftModelDialog(QDialog):
         """What choosing takes, or why it cannot be had here."""
         if self.ours:
             return tr(
-                "A draft model is loaded when the engine starts, so the engine starts anew: requests that "
-                "run now end, the load stops, and the configuration stays as it is."
+                "Because of that check the engine starts anew: requests that run now end, the load stops, "
+                "and the configuration stays as it is."
             )
         if self._console.session.link.endpoint:
             text = tr(

@@ -40,7 +40,7 @@ MORE = (
     (N_("Tokens a step with a draft"), LENGTH),
     (N_("Accepted by place"), BY_PLACE),
     (N_("Weights"), PARTS["weights"].tip),
-    (N_("To convert from"), PARTS["originals"].tip),
+    (N_("Kept for changes"), PARTS["originals"].tip),
     (N_("Linear layers run as"), RAN),
 )
 

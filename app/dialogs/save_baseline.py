@@ -8,8 +8,9 @@ from PySide6.QtCore import Qt, Signal, Slot
 from PySide6.QtWidgets import QComboBox, QDialog, QGridLayout, QLineEdit, QPlainTextEdit, QWidget
 
 from app.console import Console
-from app.i18n import tr
-from app.units import count
+from app.i18n import tr, tr_engine
+from app.store.errors import StoreError
+from app.units import count, pause
 from app.units import span as span_text
 from app.widgets.basic import button, column, label, row, set_role
 
@@ -41,6 +42,10 @@ class SaveBaselineDialog(QDialog):
         if self._load_rows():
             text = tr("the last load run ({n} requests)").format(n=count(self._load_rows()))
             self.source.addItem(text, ("load", None))
+        if console.session.changed_s is not None:
+            ago = pause(console.session.now_s - console.session.changed_s)
+            text = tr("live traffic since the last change ({time} ago)").format(time=ago)
+            self.source.addItem(text, ("change", None))
         for span in WINDOWS_S:
             self.source.addItem(
                 tr("live traffic of the last {time}").format(time=span_text(span)), ("live", span)
@@ -73,17 +78,22 @@ class SaveBaselineDialog(QDialog):
     def _check(self) -> None:
         self.save.setEnabled(bool(self.name.text().strip()))
         source, span = self.source.currentData()
-        if source == "live":
-            number = len(self._console.session.live_window(span_s=float(span)).requests)
-            if number == 0:
-                self.save.setEnabled(False)
-                self.hint.setText(tr("No request ended in this time. Start a load, or choose a longer time."))
-                set_role(self.hint, "warning")
-                return
-            self.hint.setText(tr("{n} requests ended in this time.").format(n=count(number)))
+        try:
+            data = self._console.baseline_data("?", "", source, None if span is None else float(span))
+        except StoreError:
+            self.save.setEnabled(False)
+            self.hint.setText(tr("No request ended in this time. Start a load, or choose a longer time."))
+            set_role(self.hint, "warning")
+            return
+        if source == "load":
+            text = tr("Every request of the run is kept, with its intended and its actual times.")
         else:
-            self.hint.setText(tr("Every request of the run is kept, with its intended and its actual times."))
-        set_role(self.hint, "small")
+            text = tr("{n} requests ended in this time.").format(n=count(len(data.requests)))
+        if not data.validity.valid:
+            why = "; ".join(map(tr_engine, data.validity.reasons))
+            text += "\n" + tr("It will be marked as doubtful: {why}.").format(why=why)
+        self.hint.setText(text)
+        set_role(self.hint, "small" if data.validity.valid else "warning")
 
     def accept(self) -> None:
         """Tell what was entered, and close."""

@@ -44,6 +44,8 @@ class Turn:
     tok_per_s: float | None = None  # after the first token
     finish: str = ""
     cached_tok: int = 0
+    drafted_tok: int = 0
+    accepted_tok: int = 0
     prompt_tok: int | None = None
     unwanted: bool = False  # to be stopped
 
@@ -133,6 +135,7 @@ class ChatModel:
     @staticmethod
     def _take_row(turn: Turn, row: RequestRow) -> None:
         turn.tokens, turn.cached_tok, turn.prompt_tok = row.output_tok, row.cached_tok, row.prompt_tok
+        turn.drafted_tok, turn.accepted_tok = row.drafted_tok, row.accepted_tok
         turn.first_ns, turn.last_ns = row.first_ns, row.last_ns
         if row.first_ns is not None:
             turn.ttft_s = (row.first_ns - row.arrive_ns) / 1e9

@@ -39,6 +39,8 @@ class Kpis:
     tpot_p50_s: Figure
     tpot_p95_s: Figure
     tpot_p99_s: Figure
+    ttft_pause_s: float | None  # the longest that a change of the configuration kept one of them waiting
+    tpot_pause_s: float | None
     queue_p50_s: Figure
     e2e_p50_s: Figure
     output_tok_s: Figure  # tokens that came out; a step may bring a request several

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 from app.net.types import Batch, LinkState, OnReply
 from ipc.messages import (
+    CANCELLED,
     ApplyEvent,
     Cfg,
     CfgAccepted,
@@ -147,17 +148,14 @@ class KnobModel:
         """Ask for a change of one or several knobs, whole or not at all."""
         self._ask(patch, "user")
 
-    def restore(self, values: Patch) -> Patch:
-        """Ask for a stored configuration: what differs and this engine can take, which is returned."""
+    def difference(self, values: Patch) -> Patch:
+        """The patch to a stored configuration: what differs and this engine can take."""
         unavailable = self.unavailable(values)
-        patch = {
+        return {
             knob: value
             for knob, value in values.items()
             if knob not in unavailable and self._applied.get(knob) != value
         }
-        if patch:
-            self.set(patch)
-        return patch
 
     def unavailable(self, values: Patch) -> dict[str, str]:
         """Of a stored configuration, what differs and cannot be had here, with the reasons."""
@@ -299,7 +297,9 @@ class KnobModel:
             self._remember(change)
             self._finish(change)
         else:
-            self._refuse(change, f"It was rolled back: {event.why}", {})
+            # What a person cancelled was not refused.
+            why = "" if event.why == CANCELLED else f"It was rolled back: {event.why}"
+            self._refuse(change, why, {})
 
     def _remember(self, change: _Change) -> None:
         """Make the change undoable by this console."""

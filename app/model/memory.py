@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from ipc.messages import EngineState, StepRow
+from ipc.messages import EngineState, ModelInfo, StepRow
 
 _KEPT = 500  # changes of the memory
+_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.56}  # of a weight, scales and offsets included
 _ROWS = 4096  # pairs of a number of rows and its kernels that are counted for one configuration
 
 
@@ -39,6 +40,26 @@ class Memory:
             self.weights + self.originals + self.kv_pool + self.draft_weights + self.draft_kv
             + self.host_kv + self.swap + self.results
         )  # fmt: skip
+
+
+def has_second_form(state: EngineState, model: ModelInfo | None) -> bool:
+    """Whether weights take clearly more than one form of each does, as they may on a CPU.
+
+    The engine tells bytes and the name of the precision; the rest is arithmetic with the model's shape.
+    """
+    if model is None or not state.weight_dtype:
+        return False
+    if state.weight_dtype == "model":
+        return state.weight_bytes > 1.1 * model.weight_bytes
+    wide = model.weight_bytes / max(1, model.num_params)
+    low = next((size for kind, size in _BYTES.items() if state.weight_dtype.startswith(kind)), wide)
+    table = model.vocab_size * model.hidden_size
+    head = wide if "head" in state.weight_dtype else low
+    shares = {"ends": 2 / model.num_layers, "sensitive": 1 / 8}  # of the layers that stay as loaded
+    kept = max((share for word, share in shares.items() if word in state.weight_dtype), default=0.0)
+    layers = max(0, model.num_params - 2 * table)
+    one = table * (wide + head) + layers * (kept * wide + (1 - kept) * low)
+    return state.weight_bytes > 1.1 * one
 
 
 class MemoryBook:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from app.model.pauses import LEAST_S
 from app.model.series import Ring
 from app.model.stages import REQUEST_COLUMNS, request_stages
 from ipc.messages import RequestRow
@@ -63,6 +64,7 @@ class RequestBook:
         self.itl = Ring(("t_s", "value"), 262_144)
         self.queue = Ring(("t_s", "value"), 65_536)
         self.e2e = Ring(("t_s", "value"), 65_536)
+        self.paused = Ring(("t_s", "value"), 65_536)  # s without a place, of those that a change displaced
         self.ended_kind = Ring(("t_s", "value"), 65_536)  # 1 good, 0 failed; cancelled ones are neither
         self.result_cached = Ring(("t_s", "value"), 65_536)  # 1 each
         self.stages = Ring(REQUEST_COLUMNS, 32_768)
@@ -156,6 +158,8 @@ class RequestBook:
             self.stages.append(stages)
         if view.tpot_s is not None:
             _add(self.tpot, t_s, view.tpot_s)
+            if row.preempt_reason == "rebuild" and row.preempted_us >= LEAST_S * 1e6:
+                _add(self.paused, t_s, row.preempted_us * 1e-6)
         if view.e2e_s is not None:
             _add(self.e2e, t_s, view.e2e_s)
         if row.itl_us:

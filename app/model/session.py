@@ -12,6 +12,7 @@ from collections import deque
 
 import numpy as np
 
+from app.model.costs import StageClock
 from app.model.drafts import DraftBook, DraftFigures, draft_stats
 from app.model.figures import (
     NO_DRAFTS,
@@ -32,6 +33,7 @@ from app.model.figures import (
 )
 from app.model.holes import Holes
 from app.model.memory import KernelBook, MemoryBook, WhatRan, memory_stats
+from app.model.pauses import longest_wait
 from app.model.requests import Key, RequestBook, RequestView
 from app.model.seats import Bars, SeatBook
 from app.model.series import BinTable, Ring, percentiles
@@ -99,6 +101,7 @@ class SessionModel:
         self.log_total = 0  # lines ever taken in, so that a view knows what is new
         self.dropped_rows = 0
         self._book = RequestBook()
+        self.stage_clock = StageClock()
         self._seats = SeatBook()
         self._drafts = DraftBook()
         self._memory = MemoryBook()
@@ -137,6 +140,7 @@ class SessionModel:
         self.state = batch.state or self.state
         if batch.state is not None:
             self._memory.take(batch.state, batch.now_s)
+            self.stage_clock.take(batch.state, batch.now_s)
         self.cfg = batch.cfg or self.cfg
         self.model = batch.model or self.model
         self.device = batch.device or self.device
@@ -260,6 +264,8 @@ class SessionModel:
             tpot_p50_s=latency(book.tpot, 50.0, no_tpot),
             tpot_p95_s=latency(book.tpot, 95.0, no_tpot),
             tpot_p99_s=latency(book.tpot, 99.0, no_tpot),
+            ttft_pause_s=self.pause_s("ttft", span_s),
+            tpot_pause_s=self.pause_s("tpot", span_s),
             queue_p50_s=latency(book.queue, 50.0, no_first),
             e2e_p50_s=latency(book.e2e, 50.0, no_end),
             output_tok_s=of_steps(steps.total("output_tok") / self._span_s, ""),
@@ -299,11 +305,24 @@ class SessionModel:
             ),
         )
 
+    def pause_s(self, kind: str, span_s: float) -> float | None:
+        """How long a change kept requests waiting that a figure of the last ``span_s`` seconds is made of.
+
+        ``kind``: ttft or tpot. None where none did.
+        """
+        t0_s = self.now_s - span_s
+        if kind == "ttft":
+            return longest_wait(self._book.ttft, self.markers, t0_s, self.now_s)
+        waits = sample(self._book.paused, t0_s, self.now_s)
+        return float(waits.max()) if waits.size else None
+
     def _present(self, name: str) -> Figure:
         """Requests running or waiting now: of the newest step or, when it is newer, the engine's state."""
         if self.state is None or self.link.state in (LinkState.DEAD, LinkState.OFFLINE):
             return Figure(None, why_none="no engine runs")
         steps = StepWindow(self._steps, self.now_s - 1.0)
+        if self.state.phase == "applying":  # nothing runs until it is done
+            return Figure(0.0 if name == "running" else float(self.state.running + self.state.waiting))
         if steps.n:
             return Figure(steps.last(name))
         return Figure(float(self.state.running if name == "running" else self.state.waiting))
@@ -388,6 +407,10 @@ class SessionModel:
         found = self._configs.get(rev)
         return dict(found) if found is not None else None
 
+    def configs(self) -> list[dict[str, KnobValue]]:
+        """All knob values that the present engine is known to have had."""
+        return list(self._configs.values())
+
     def step_stats(self, t0_s: float, t1_s: float | None = None) -> dict[str, float | int | None]:
         """Statistics of the steps from ``t0_s`` to ``t1_s`` (None: now), for a baseline."""
         block_size = self.state.block_size if self.state is not None else 0
@@ -397,13 +420,26 @@ class SessionModel:
         drafts = self._drafts.figures(t0_s, t1_s)
         return stats | draft_stats(drafts) | memory_stats(self._memory.at(end_s))
 
-    def live_window(self, span_s: float | None = None, newest: int | None = None) -> LiveWindow:
-        """Raw rows of the last ``span_s`` (else ``window_s``) seconds, or of the ``newest`` that ended."""
+    @property
+    def changed_s(self) -> float | None:
+        """When the configuration last changed, or the engine was started anew; None if it never was."""
+        changes = [marker.t_s for marker in self.markers if marker.ok and marker.patch]
+        return max([*changes[-1:], *list(self._session_starts)[1:][-1:]], default=None)
+
+    def live_window(
+        self, span_s: float | None = None, newest: int | None = None, *, whole: bool = False
+    ) -> LiveWindow:
+        """Raw rows of the last ``span_s`` (else ``window_s``) seconds, or of the ``newest`` that ended.
+
+        ``whole``: only of requests that also arrived within.
+        """
         offset_ns = self.link.clock_offset_ns
         t0_s = self.now_s - (span_s if span_s is not None else self.window_s)
         rows = self._book.ended_rows(round(t0_s / _NS) + offset_ns, newest)
         if newest is not None and rows:
             t0_s = min(row.arrive_ns - offset_ns for row in rows) * _NS
+        if whole:
+            rows = tuple(row for row in rows if (row.arrive_ns - offset_ns) * _NS >= t0_s)
         return LiveWindow(
             t0_s=t0_s,
             t1_s=self.now_s,

@@ -49,7 +49,7 @@ HEADS = (
     (N_("Output"), N_("Generated tokens per second over the measurement.")),
     (N_("Validity"), N_("Whether anything speaks against believing the figures.")),
 )
-WIDTHS = (100, 104, 118, 62, 74, 84, 84, 82, 94, 80)
+WIDTHS = (100, 92, 118, 78, 74, 76, 76, 76, 88, 76)
 
 
 class BaselineTable(QAbstractTableModel):
@@ -79,7 +79,9 @@ class BaselineTable(QAbstractTableModel):
         if role == Qt.ItemDataRole.ToolTipRole:
             return plain_tip(
                 "\n".join(
-                    part for part in (item.note, item.model, item.device, _stamp(item), item.id) if part
+                    part
+                    for part in (item.name, item.note, item.model, item.device, _stamp(item), item.id)
+                    if part
                 )
             )
         if role == Qt.ItemDataRole.TextAlignmentRole:
@@ -178,6 +180,7 @@ class BaselinesPanel(QWidget):
         for i, width in enumerate(WIDTHS):
             table.setColumnWidth(i, width)
         table.horizontalHeader().setSectionResizeMode(0, QHeaderView.ResizeMode.Stretch)
+        table.horizontalHeader().setSectionResizeMode(2, QHeaderView.ResizeMode.ResizeToContents)
         table.selectionModel().selectionChanged.connect(self._on_selection)
 
     @Slot()

@@ -9,7 +9,7 @@ from PySide6.QtWidgets import QApplication, QMenu
 
 from app.i18n import tr, tr_engine
 from app.panels.view import ChartView, Follower
-from app.units import count, percent, rate, seconds, span, tick
+from app.units import count, pause, percent, rate, seconds, span, tick
 from app.widgets.chart_header import SeriesSpec
 from app.widgets.live_plot import LivePlot
 
@@ -109,7 +109,11 @@ class LatencyChart(TimelineChart):
         number = float(n[-1]) if len(n) and n[-1] == n[-1] else 0.0
         if number <= 0:
             return tr("no traffic")
-        return f"n={count(number)} · {span(session.latency_window_s)}"
+        text = f"n={count(number)} · {span(session.latency_window_s)}"
+        waited_s = session.pause_s(self._kind, session.latency_window_s)
+        if waited_s:
+            text = f"{tr('includes a pause of {time} for a change').format(time=pause(waited_s))} · {text}"
+        return text
 
 
 class ThroughputChart(TimelineChart):

@@ -9,8 +9,9 @@ from app import status
 from app.console import Console
 from app.i18n import N_, tr, tr_engine, tr_later
 from app.model.drafts import DraftFigures
-from app.panels.memory import CHECKPOINT, PARTS, weights_text
-from app.units import count, data, percent, seconds, span
+from app.model.memory import has_second_form
+from app.panels.memory import CHECKPOINT, FORMS, PARTS, weights_text
+from app.units import NONE, count, data, percent, seconds, span
 from app.widgets.basic import ElidedLabel, button, column, label, row, set_tip
 from app.widgets.facts import Facts, FactSpec
 from ipc.messages import KnobInfo
@@ -32,8 +33,8 @@ VERIFYING = N_(
     "Mean share of such a step's forward pass that drafted tokens had by their number: what verifying cost."
 )
 DRAFT_MODEL = N_(
-    "The smaller model that drafts with speculation = draft. It is loaded when the engine starts, so "
-    "choosing another one starts the engine anew with the configuration it has."
+    "The smaller model that drafts with speculation = draft. It is read and checked when the engine starts, "
+    "so choosing another one starts the engine anew with the configuration it has."
 )
 
 
@@ -46,7 +47,8 @@ class WeightsNote(QWidget):
         self.facts = Facts(
             [
                 FactSpec("weights", tr("In memory"), tr_later(PARTS["weights"].tip)),
-                FactSpec("originals", tr("To convert from"), tr_later(PARTS["originals"].tip)),
+                FactSpec("originals", tr("Kept for changes"), tr_later(PARTS["originals"].tip)),
+                FactSpec("forms", tr("Forms"), tr_later(FORMS)),
                 FactSpec("checkpoint", tr("As loaded"), tr_later(CHECKPOINT)),
             ],
             "count",
@@ -67,7 +69,8 @@ class WeightsNote(QWidget):
             for key in facts.values:
                 facts.show_fact(key, "")
         else:
-            facts.show_fact("weights", str(data(state.weight_bytes)), weights_text(state, model))
+            facts.show_fact("weights", str(data(state.weight_bytes)), weights_text(state))
+            facts.show_fact("forms", tr("two") if has_second_form(state, model) else "")
             facts.show_fact("originals", str(data(state.original_bytes)) if state.original_bytes else "")
             facts.show_fact("checkpoint", str(data(model.weight_bytes)), model.quantization or model.dtype)
         share = status.applying_share(session) if state is not None and state.phase == "applying" else None
@@ -118,26 +121,33 @@ class SpeculationNote(QWidget):
         on = console.knobs.values().get("speculation", "off") != "off"
         why = state.speculation if state is not None else ""
         self.why.setText(tr("No drafts: {why}").format(why=tr_engine(why)) if why and on else "")
-        self.why.setVisible(bool(self.why.text()))
         found = session.drafts()
-        self._show_figures(found)
+        self._show_figures(found, on)
         nothing = tr("No drafts in the last {window}.").format(window=span(session.window_s))
         share = status.applying_share(session)
         if state is not None and state.phase != "applying" and share is not None:  # steps go on meanwhile
             self.none.setText(f"{tr_engine(state.stage)} · {percent(share)}")
         else:
             self.none.setText(nothing if on and found is None else "")
-        self.none.setVisible(bool(self.none.text()))
+        self._hold(on)
         held = (state.draft_weight_bytes, state.draft_kv_bytes) if state is not None else (0, 0)
         for key, size in zip(("weights", "kv"), held, strict=True):
             self.facts.show_fact(key, str(data(size)) if size else "")
         self.model.set_full_text(draft_model_text(console))
 
-    def _show_figures(self, found: DraftFigures | None) -> None:
+    def _hold(self, on: bool) -> None:
+        """What says why there are no drafts keeps its room while speculation is on: rows below stay put."""
+        for part in (self.why, self.none):
+            part.setVisible(on or bool(part.text()))
+            tall = part.heightForWidth(self.width()) if part.text() and part.wordWrap() else 0
+            line = part.fontMetrics().height() if part is self.none or part.minimumHeight() else 0
+            part.setMinimumHeight(max(part.minimumHeight(), tall, line) if on else 0)
+
+    def _show_figures(self, found: DraftFigures | None, on: bool) -> None:
         facts = self.facts
-        if found is None:
+        if found is None or not on:
             for key in ("accepted", "length", "places", "draft", "verify"):
-                facts.show_fact(key, "")
+                facts.show_fact(key, NONE if on else "")
             return
         of = tr("of {n} tokens").format(n=count(found.drafted))
         facts.show_fact("accepted", str(percent(found.acceptance)), of)

@@ -12,7 +12,7 @@ from app.console import Console
 from app.i18n import N_, tr, tr_later
 from app.model.session import Figure, Kpis
 from app.panels.view import basis
-from app.units import NONE, Quantity, bandwidth, count, percent, rate, seconds, span
+from app.units import NONE, Quantity, bandwidth, count, pause, percent, rate, seconds, span
 from app.widgets.basic import row
 from app.widgets.kpi_tile import KpiTile
 
@@ -46,10 +46,17 @@ def _none(figure: Figure) -> str:
     return tr("no engine") if figure.why_none == "no engine" else tr("no traffic")
 
 
-def _latency(figure: Figure, kept: float | None) -> Shown:
+def _latency(figure: Figure, kept: float | None, pause_s: float | None) -> Shown:
     note = basis(figure) if figure.value is not None else _none(figure)
-    aside = tr("{n} answers came from the result cache in this window and are left out.")
-    return Shown(seconds(figure.value), note, aside=aside.format(n=count(kept)) if kept else "")
+    asides = []
+    if kept:
+        aside = tr("{n} answers came from the result cache in this window and are left out.")
+        asides.append(aside.format(n=count(kept)))
+    if pause_s and figure.value is not None:
+        note = tr("with a pause of {time}").format(time=pause(pause_s))
+        aside = tr("Requests in this window waited up to {time} for a change; that is in the figure. {basis}")
+        asides.append(aside.format(time=pause(pause_s), basis=basis(figure)))
+    return Shown(seconds(figure.value), note, aside=" ".join(asides))
 
 
 def _output(kpis: Kpis, _console: Console) -> Shown:
@@ -126,7 +133,7 @@ TILES: tuple[TileSpec, ...] = (
             "cache are left out."
         ),
         "ttft_p95_s",
-        lambda k, c: _latency(k.ttft_p95_s, k.result_cached.value),
+        lambda k, c: _latency(k.ttft_p95_s, k.result_cached.value, k.ttft_pause_s),
     ),
     TileSpec(
         "tpot",
@@ -137,7 +144,7 @@ TILES: tuple[TileSpec, ...] = (
             "result cache."
         ),
         "tpot_p95_s",
-        lambda k, c: _latency(k.tpot_p95_s, k.result_cached.value),
+        lambda k, c: _latency(k.tpot_p95_s, k.result_cached.value, k.tpot_pause_s),
     ),
     TileSpec(
         "output",

@@ -10,13 +10,13 @@ from PySide6.QtWidgets import QFrame, QScrollArea, QStackedLayout, QWidget
 
 from app.console import Console
 from app.i18n import N_, tr, tr_engine, tr_later
-from app.model.memory import Memory, Ran, WhatRan
+from app.model.memory import Memory, Ran, WhatRan, has_second_form
 from app.net.types import LinkState
 from app.units import count, data, percent
 from app.widgets.basic import column, label, row, rule, set_role
 from app.widgets.empty_state import EmptyState
 from app.widgets.facts import Facts, FactSpec, ShareBar
-from ipc.messages import EngineState, ModelInfo
+from ipc.messages import EngineState
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ PARTS: dict[str, Part] = {
         "stage_tokenize",
     ),
     "originals": Part(
-        N_("To convert from"),
+        N_("Kept for changes"),
         N_(
             "Original weights that no layer uses now, and the 4-bit codes that AWQ found: kept in host "
-            "memory so that the precision can be changed without reading the files again."
+            "memory so that the precision can be changed without reading the files or searching again."
         ),
         "stage_head", host=True,
     ),
@@ -81,6 +81,10 @@ CARD = N_("Memory of the card that is taken, by whatever runs on it, and what it
 CHECKPOINT = N_(
     "The weights as the files gave them: their bytes in the precision they were loaded in, and how they came "
     "quantized. Weights that came quantized run as they are; the precision of such a model cannot be changed."
+)
+FORMS = N_(
+    "What is in the model's own precision, all weights or the layers that keep it, is held in a second form "
+    "too, packed or in float32: it is faster for some numbers of tokens, and there is room."
 )
 RAN = N_(
     "What multiplied in the steps since the last change of the configuration, as the engine names it, by the "
@@ -112,6 +116,7 @@ class MemoryPanel(QWidget):
             FactSpec("together", tr("Together"), tr("The sum of what is listed above.")),
             FactSpec("process", tr("Engine process"), tr_later(PROCESS)),
             FactSpec("card", tr("Card"), tr_later(CARD)),
+            FactSpec("forms", tr("Forms"), tr_later(FORMS)),
             FactSpec("checkpoint", tr("As loaded"), tr_later(CHECKPOINT)),
         ])  # fmt: skip
         self.note = label("", "small", wrap=True)
@@ -156,7 +161,7 @@ class MemoryPanel(QWidget):
         self._stack.setCurrentIndex(1)
         memory = Memory.of(state)
         on_card = session.device is not None and session.device.kind == "cuda"
-        remarks = {"weights": weights_text(state, session.model), "kv_pool": state.kv_dtype}
+        remarks = {"weights": weights_text(state), "kv_pool": state.kv_dtype}
         for key in PARTS:
             size = getattr(memory, key)
             self.facts.show_fact(key, str(data(size)) if size else "", remarks.get(key, ""))
@@ -165,7 +170,7 @@ class MemoryPanel(QWidget):
         self._show_bar(self.device_bar, memory, [k for k, p in PARTS.items() if not (on_card and p.host)])
         self._show_bar(self.host_bar, memory, [k for k, p in PARTS.items() if p.host])
         self._show_note(state)
-        self._show_whole(memory)
+        self._show_whole(memory, state)
         self._show_ran(session.ran())
         self.summary_changed.emit(str(data(memory.total)))
 
@@ -182,10 +187,13 @@ class MemoryPanel(QWidget):
 
     def _show_bar(self, bar: ShareBar, memory: Memory, keys: list[str]) -> None:
         sizes = {key: getattr(memory, key) for key in keys if getattr(memory, key)}
-        words = "\n".join(f"{tr_later(PARTS[key].name)}: {data(size)}" for key, size in sizes.items())
+        words = "\n".join(
+            tr("{name}: {value}").format(name=tr_later(PARTS[key].name), value=data(size))
+            for key, size in sizes.items()
+        )
         bar.set_parts([(PARTS[key].token, size) for key, size in sizes.items()], sum(sizes.values()), words)
 
-    def _show_whole(self, memory: Memory) -> None:
+    def _show_whole(self, memory: Memory, state: EngineState) -> None:
         session = self._console.session
         heartbeat, device, model = session.heartbeat, session.device, session.model
         self.whole.show_fact("together", str(data(memory.total)))
@@ -200,6 +208,7 @@ class MemoryPanel(QWidget):
         else:
             self.whole.show_fact("card", str(data(card.memory_used_bytes)), _of(card.memory_total_bytes))
         if model is not None:
+            self.whole.show_fact("forms", tr("two") if has_second_form(state, model) else "")
             self.whole.show_fact(
                 "checkpoint", str(data(model.weight_bytes)), model.quantization or model.dtype
             )
@@ -224,13 +233,9 @@ def _of(whole: int | None) -> str:
     return tr("of {whole}").format(whole=data(whole)) if whole else ""
 
 
-def weights_text(state: EngineState, model: ModelInfo | None) -> str:
+def weights_text(state: EngineState) -> str:
     """The precision of the weights, ``int4 awq, head kept``, for a person."""
-    if state.weight_dtype != "model":
-        return tr_engine(state.weight_dtype)
-    # Where it is faster, a CPU holds weights in a second form, packed or in float32.
-    more = model is not None and state.weight_bytes > 1.1 * model.weight_bytes
-    return tr("as loaded, and another form") if more else tr("as loaded")
+    return tr("as loaded") if state.weight_dtype == "model" else tr_engine(state.weight_dtype)
 
 
 def rows_text(ran: Ran) -> str:

@@ -159,7 +159,7 @@ class OptimizationsPanel(QWidget):
     def _on_asked(self, knob: str, value: object) -> None:
         view = self._console.knobs.view(knob)
         if view.applied != value or view.status is KnobStatus.PENDING:
-            self._console.knobs.set({knob: value})  # type: ignore[dict-item]
+            self._console.change({knob: value})  # type: ignore[dict-item]
         self._seen = None
         self.refresh()
 

@@ -9,7 +9,7 @@ from PySide6.QtWidgets import QDoubleSpinBox, QFrame, QLabel, QPlainTextEdit, QS
 from app.console import Console
 from app.i18n import tr, tr_engine
 from app.model.chat import Turn
-from app.units import count, rate, seconds
+from app.units import count, percent, rate, seconds
 from app.widgets.basic import button, column, label, row, set_role, set_tip
 from app.widgets.empty_state import EmptyState
 
@@ -31,7 +31,8 @@ class TurnView(QWidget):
             self.meta,
             tr(
                 "TTFT and rate are the engine's own times: arrival to first token, and tokens after "
-                "the first per second."
+                "the first per second. Of the tokens that speculation drafted for it, the share that the "
+                "model agreed with."
             ),
         )
         if turn.role == "user":
@@ -69,6 +70,9 @@ def meta_text(turn: Turn) -> str:
     if turn.tok_per_s is not None:
         parts.append(str(rate(turn.tok_per_s)))
     parts.append(tr("{n} tokens").format(n=count(turn.tokens)))
+    if turn.drafted_tok:
+        held = percent(turn.accepted_tok / turn.drafted_tok)
+        parts.append(tr("{share} of {n} drafted accepted").format(share=held, n=count(turn.drafted_tok)))
     if turn.cached_tok and turn.prompt_tok:
         parts.append(
             tr("{n} of {total} prompt tokens cached").format(

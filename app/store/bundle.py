@@ -223,7 +223,7 @@ def markdown(made: Baseline) -> str:
     if data.note:
         lines += [_md(data.note), ""]
     if not data.validity.valid:
-        lines += ["**Not valid:** " + _md("; ".join(data.validity.reasons)), ""]
+        lines += ["**Doubtful:** " + _md("; ".join(data.validity.reasons)), ""]
     lines += ["## Measured", ""]
     lines += _table(
         ["metric", "unit", "n", "excluded", "mean", "p50", "p90", "p95", "p99"],

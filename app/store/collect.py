@@ -26,12 +26,15 @@ def from_live(
     note: str = "",
     span_s: float | None = None,
     newest: int | None = None,
+    *,
+    whole: bool = False,
 ) -> BaselineData:
     """The trailing window of the live session, or its ``newest`` ended requests, raw rows included.
 
-    Raises StoreError if there is no engine, or nothing ended in the window.
+    ``whole``: without requests that arrived before the window. Raises StoreError if there is no engine, or
+    nothing ended in the window.
     """
-    window = session.live_window(span_s, newest)
+    window = session.live_window(span_s, newest, whole=whole)
     if not window.requests:
         raise StoreError(
             f"No request ended in the last {window.t1_s - window.t0_s:.0f} s, so there is nothing to keep. "

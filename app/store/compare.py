@@ -110,7 +110,7 @@ def _warnings(a: Baseline, b: Baseline) -> list[str]:
     found: list[str] = []
     for label, made in (("A", a), ("B", b)):
         if not made.data.validity.valid:
-            found.append(f"{label} is not valid: {'; '.join(made.data.validity.reasons)}")
+            found.append(f"{label} is doubtful: {'; '.join(made.data.validity.reasons)}")
         if made.data.stats.ok < FEW_REQUESTS:
             found.append(f"{label} has {made.data.stats.ok} good requests; its percentiles are coarse.")
     if a.data.source != b.data.source:

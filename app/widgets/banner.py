@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QFrame, QProgressBar
+from PySide6.QtCore import QPoint, Signal
+from PySide6.QtWidgets import QFrame, QProgressBar, QWidget
 
 from app.i18n import tr
-from app.widgets.basic import ElidedLabel, button, label, row, set_state
+from app.widgets.basic import ElidedLabel, button, column, label, row, set_role, set_state, set_tip
 from app.widgets.status_pill import StatusPill
 
 
 class Banner(QFrame):
-    """Hidden while all is well."""
+    """Hidden while all is well.
+
+    ``over``: it lies over the upper edge of this widget and takes no room, so that nothing moves under the
+    pointer when it comes and goes.
+    """
 
     restart_asked = Signal()
     log_asked = Signal()
     draft_asked = Signal()
+    cancel_asked = Signal()
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, over: QWidget | None = None) -> None:
+        super().__init__(None if over is None else over.window())
+        self._over = over
         self.pill = StatusPill()
         self.title = label("", "title")
         self.text = ElidedLabel("", "dim")
@@ -28,19 +34,28 @@ class Banner(QFrame):
         self.log = button(tr("Show log"), self.log_asked.emit)
         self.draft = button(tr("Draft model…"), self.draft_asked.emit)
         self.restart = button(tr("Restart engine"), self.restart_asked.emit, "filled")
-        buttons = (self.log, self.draft, self.restart)
-        line = row(self.pill, self.title, self.text, self.progress, *buttons, spacing=8)
-        line.setContentsMargins(8, 6, 10, 6)
-        line.setStretchFactor(self.text, 1)
-        self.setLayout(line)
+        self.cancel = button(tr("Cancel the change"), self.cancel_asked.emit)
+        set_tip(
+            self.cancel,
+            tr("Give the change up and go back to the configuration before it. Requests then go on."),
+        )
+        buttons = (self.log, self.draft, self.restart, self.cancel)
+        if over is None:
+            line = row(self.pill, self.title, self.text, self.progress, *buttons, spacing=8)
+            line.setContentsMargins(8, 6, 10, 6)
+            line.setStretchFactor(self.text, 1)
+            self.setLayout(line)
+        else:
+            head = row(self.pill, self.title, None, self.progress, *buttons, spacing=8)
+            self.setLayout(column(head, self.text, spacing=2, margins=(8, 6, 10, 6)))
         self.hide()
 
     def show_message(
         self, level: str, title: str, text: str, *, share: float | None = None, busy: bool = False,
-        can_restart: bool = False, log: bool = False, draft: bool = False,
+        can_restart: bool = False, log: bool = False, draft: bool = False, can_cancel: bool = False,
     ) -> None:  # fmt: skip
         """Show one message. ``share`` 0..1 draws a bar; ``busy`` one without an end."""
-        set_state(self, "role", "banner" if level == "alarm" else "card")
+        set_state(self, "role", "banner" if level == "alarm" else "card" if self._over is None else "toast")
         self.pill.set_state(level, "")
         self.title.setText(title)
         self.text.set_full_text(text)
@@ -51,7 +66,15 @@ class Banner(QFrame):
         elif busy:
             self.progress.setRange(0, 0)
         self.restart.setVisible(can_restart)
+        # What starts with the same draft model would fail the same way.
+        set_role(self.restart, "" if draft else "filled")
+        set_role(self.draft, "filled" if draft else "")
         self.log.setVisible(log)
         self.draft.setVisible(draft)
+        self.cancel.setVisible(can_cancel)
         self.setAccessibleName(f"{title}. {text}")
+        if self._over is not None:
+            corner = self._over.mapTo(self.window(), QPoint(0, 0))
+            self.setGeometry(corner.x(), corner.y(), self._over.width(), self.sizeHint().height())
+            self.raise_()
         self.show()

@@ -6,14 +6,22 @@ import math
 from collections.abc import Mapping
 
 from PySide6.QtCore import QSignalBlocker, Qt, QTimer, Signal, Slot
-from PySide6.QtGui import QStandardItem, QStandardItemModel, QWheelEvent
-from PySide6.QtWidgets import QComboBox, QDoubleSpinBox, QSpinBox, QWidget
+from PySide6.QtGui import QPaintEvent, QStandardItem, QStandardItemModel, QWheelEvent
+from PySide6.QtWidgets import (
+    QComboBox,
+    QDoubleSpinBox,
+    QSpinBox,
+    QStyle,
+    QStyleOptionComboBox,
+    QStylePainter,
+    QWidget,
+)
 
 from app.i18n import N_, knob_help, knob_title, tr, tr_engine, tr_later
 from app.knob_text import value_text
 from app.model.knobs import KnobStatus, KnobView
 from app.net.types import knob_text
-from app.units import percent, seconds, span
+from app.units import count, pause, percent
 from app.widgets.basic import ElidedLabel, label, plain_tip, row, set_role, set_state
 from app.widgets.toggle import ToggleSwitch
 from ipc.messages import KnobInfo, KnobValue
@@ -26,18 +34,16 @@ APPLY_TEXT = {
 APPLY_TIP = {
     "step": N_("Applied between two steps; running requests go on."),
     "rebuild_kv": N_("Preempts all requests and allocates the KV pool anew; they resume by recompute."),
-    "reload": N_("Converts the weights; requests resume by recompute."),
+    "reload": N_(
+        "Requests wait while the weights are converted, which takes seconds, and resume by recompute. AWQ "
+        "(int4) searches its codes first, which takes minutes the first time; rtn does not."
+    ),
     "restart": N_("Needs a new engine process."),
 }
 ADVICE = {("speculation", "draft"): N_("choose one under “Draft model” below")}
 """What a person can do about a choice that is not available."""
 EDITOR_WIDTH = 104
 INT_MAX = 2**31 - 1
-
-
-def _took(value_s: float) -> str:
-    """How long a change took, short: there is little room beside an editor."""
-    return span(round(value_s, 1)) if value_s >= 1.0 else str(seconds(value_s))
 
 
 class _Wheelless:
@@ -57,7 +63,15 @@ class _Float(_Wheelless, QDoubleSpinBox):
 
 
 class _Choice(_Wheelless, QComboBox):
-    pass
+    """The list says why a choice cannot be had; there is no room for that where it is closed."""
+
+    def paintEvent(self, event: QPaintEvent) -> None:
+        option = QStyleOptionComboBox()
+        self.initStyleOption(option)
+        option.currentText = tr_engine(str(self.currentData()))
+        painter = QStylePainter(self)
+        painter.drawComplexControl(QStyle.ComplexControl.CC_ComboBox, option)
+        painter.drawControl(QStyle.ControlElement.CE_ComboBoxLabel, option)
 
 
 class KnobRow(QWidget):
@@ -189,6 +203,9 @@ class KnobRow(QWidget):
         set_role(self.status, role)
         if text and view.reason:
             self.status.setToolTip(plain_tip(tr_engine(view.reason)))
+        elif text and view.preempted:
+            more = tr("{n} requests lost their place and went on by recompute.")
+            self.status.setToolTip(plain_tip(f"{text}. {more.format(n=count(view.preempted))}"))
 
     def _show_value(self, value: KnobValue) -> None:
         if self._timer.isActive() or (self.editor.hasFocus() and self._is_typing()):
@@ -219,10 +236,7 @@ class KnobRow(QWidget):
         if view.status is KnobStatus.REFUSED:
             return tr("refused: {why}").format(why=tr_engine(view.reason)), "alarm"
         if view.took_s is not None:
-            text = tr("applied, {time}").format(time=_took(view.took_s))
-            if view.preempted:
-                text += " · " + tr("{n} preempted").format(n=view.preempted)
-            return text, "small"
+            return tr("applied, {time}").format(time=pause(view.took_s)), "small"
         if idle:
             return tr("no effect"), "small"
         return (

@@ -182,7 +182,7 @@ def describe(progress: LoadProgress, ready: bool) -> str:
     if progress.last_error:
         parts.append(tr("last failure: {why}").format(why=progress.last_error))
     if not progress.valid:
-        parts.append(tr("not valid: {why}").format(why="; ".join(progress.invalid_reasons)))
+        parts.append(tr("doubtful: {why}").format(why="; ".join(progress.invalid_reasons)))
     return " · ".join(parts)
 
 

@@ -16,7 +16,7 @@ CATALOGUE = i18n.Catalogue("zh_CN")
 HOLES = re.compile(r"\{(\w+)\}")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 SAME_IN_BOTH = {"TTFT", "TPOT", "TTFT p50", "TTFT p99", "TPOT p50", "TTFT p95", "TPOT p95", "{n} ({time})",
-                "Decodeck {version}", "{name}: {why}",
+                "Decodeck {version}", "{name}: {why}", "{name}: {value}",
                 "{share} ({done} of {total})"}  # fmt: skip
 
 

@@ -163,18 +163,18 @@ def test_a_conversion_shows_its_progress_and_what_was_asked_for(window: MainWind
     assert not panel.rows["weight_dtype"].editor.isEnabled()
     assert plain(note.stage.full_text) == "converting weights to int8 · 43 %"  # type: ignore[union-attr]
     assert note.progress.value() == 430  # type: ignore[union-attr]
-    assert window.banner.isVisible()
+    assert window.change_banner.isVisible()
     assert re.fullmatch(  # a busy machine may take a moment to come here
         r"Weight precision: int8 · converting weights to int8 · 43 % \(86\.0 MiB of 200 MiB\) · for 1:\d\d · "
         "3 requests wait",
-        plain(window.banner.text.full_text),
+        plain(window.change_banner.text.full_text),
     )
-    assert window.banner.progress.value() == 430
+    assert window.change_banner.progress.value() == 430
     link.apply(*link.last(CfgSet))
     show(window, link, **INT8)
     beat(window)
     assert note.progress.isHidden()  # type: ignore[union-attr]
-    assert window.banner.isHidden()
+    assert window.change_banner.isHidden()
     assert plain(note.facts.value("weights")) == "264 MiB"
     assert "weights int8, head kept" in status.engine_line(window.session)
 

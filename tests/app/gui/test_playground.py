@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from PySide6.QtCore import Qt
 from pytestqt.qtbot import QtBot
 
@@ -49,6 +50,15 @@ def test_a_reply_streams_and_shows_its_cost(window: MainWindow, link: FeedLink, 
     shown = view.meta.text().replace("\u00a0", " ")
     assert shown == "TTFT 150 ms · 25.0 tok/s · 3 tokens · 8 of 12 prompt tokens cached"
     assert window.playground.send.text() == "Send"
+
+
+def test_a_reply_shows_how_many_drafts_held(window: MainWindow, link: FeedLink, qtbot: QtBot) -> None:
+    number = ask(window, link, qtbot)
+    drafted = msgspec.structs.replace(row(9), drafted_tok=8, accepted_tok=5)
+    link.stream(number, Done(rid=5, finish="stop", text="Good day.", row=drafted))
+    beat(window, 2)
+    shown = window.playground._views[1].meta.text().replace("\u00a0", " ")
+    assert "9 tokens · 62 % of 8 drafted accepted" in shown
 
 
 def test_the_conversation_goes_along(window: MainWindow, link: FeedLink, qtbot: QtBot) -> None:

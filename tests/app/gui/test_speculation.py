@@ -136,6 +136,30 @@ def test_without_drafts_it_says_so_and_why(window: MainWindow, link: FeedLink) -
     assert "No drafts in the last" in window.stages.drafts.text().replace("\u00a0", " ")
 
 
+def test_figures_of_drafts_keep_their_place_while_speculation_is_on(
+    window: MainWindow, link: FeedLink
+) -> None:
+    """They come and go with the traffic; the rows below must not."""
+    link.ready(speculation="ngram")
+    beat(window)
+    note = note_of(window)
+    keys = ("accepted", "length", "places", "draft", "verify")
+    assert {key: note.facts.value(key) for key in keys} == dict.fromkeys(keys, "–")
+    link.push(state=b.state(speculation="nothing that requests wrote lately occurs earlier in their text"))
+    beat(window)
+    height = note.sizeHint().height()
+    row = b.step_row(1, window.session.now_s, draft_reqs=2, drafted_tok=5, accepted_tok=3,
+                     drafted_at=[2, 2, 1], accepted_at=[2, 1, 0], draft_us=300, verify_us=5000)  # fmt: skip
+    link.push(steps=[row], state=b.state())
+    beat(window)
+    assert note.facts.value("length") == "2.50"
+    assert (note.why.text(), note.none.text()) == ("", "")
+    assert note.sizeHint().height() == height
+    link.ready()
+    beat(window)
+    assert note_of(window).sizeHint().height() < height, "off: there is nothing to hold a place for"
+
+
 def test_the_note_folds_with_its_group(window: MainWindow, link: FeedLink) -> None:
     link.ready()
     beat(window)
@@ -278,9 +302,12 @@ def test_a_draft_model_that_failed_to_load_says_where_to_choose_another(
     banner = window.banner
     assert banner.title.text() == "The engine could not start with this draft model"
     assert banner.text.full_text == "their tokenizers differ."
+    # What starts with the same model again is not what is offered first.
+    assert (banner.draft.property("role"), banner.restart.property("role")) == ("filled", "")
     banner.draft.click()
     assert window.findChild(DraftModelDialog) is not None
     link.status = dataclasses.replace(link.status, command_line=("python3", "-m", "engine"))
     beat(window)
     assert banner.title.text() == "The engine could not start"
     assert banner.draft.isHidden()
+    assert banner.restart.property("role") == "filled"

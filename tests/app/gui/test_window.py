@@ -454,10 +454,14 @@ def test_another_language_leaves_the_panels_in_front_there(
     beat(made.window, 2)
     for name in ("playground", "baselines"):
         made.window.show_panel(name)
+    made.window.optimizations.filter.setText("prefix")
     first = made.window
     first.set_language("zh_CN")
     qtbot.waitUntil(lambda: made.window is not first)
     front = {dock.current for dock in made.window.docks.values()}
+    beat(made.window, 2)
+    assert made.window.optimizations.filter.text() == "prefix"
+    assert console.patch_text({"prefix_cache": False}).endswith("：关"), "a mark in Chinese has its colon"
     made.window.keep_console = True
     made.window.close()
     assert {"playground", "baselines"} <= front

@@ -199,16 +199,15 @@ def test_a_change_on_its_way_when_the_engine_dies_is_refused() -> None:
     assert (view.status, view.desired) == (KnobStatus.REFUSED, True)
 
 
-def test_restore_asks_for_what_differs_and_says_what_cannot_be_had() -> None:
-    knobs, wire = model()
+def test_a_stored_configuration_gives_what_differs_and_says_what_cannot_be_had() -> None:
+    knobs, _ = model()
     stored = {"prefix_cache": True, "max_num_seqs": 4, "gone": 1}
-    assert knobs.restore(stored) == {"max_num_seqs": 4}
-    assert wire.last_set.patch == {"max_num_seqs": 4}
+    assert knobs.difference(stored) == {"max_num_seqs": 4}
     assert set(knobs.unavailable(stored)) == {"gone"}
 
 
-def test_restore_leaves_out_knobs_that_are_unavailable_here() -> None:
-    knobs, wire = model()
+def test_a_stored_configuration_leaves_out_knobs_that_are_unavailable_here() -> None:
+    knobs, _ = model()
     odd = cfg(6)
     knobs.load(
         type(odd)(
@@ -218,9 +217,8 @@ def test_restore_leaves_out_knobs_that_are_unavailable_here() -> None:
             knobs=[knob("graphs", available=False, reason="needs a GPU")],
         )
     )
-    assert knobs.restore({"graphs": True}) == {}
+    assert knobs.difference({"graphs": True}) == {}
     assert knobs.unavailable({"graphs": True}) == {"graphs": "needs a GPU"}
-    assert not wire.sent
 
 
 def test_a_change_waits_for_one_that_is_being_applied() -> None:

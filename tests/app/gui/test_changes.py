@@ -1,0 +1,186 @@
+"""Changes that take long: asked for with their price, told of without moving the window, and cancelled."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from PySide6.QtCore import QPoint
+from PySide6.QtWidgets import QComboBox
+
+from app.dialogs.save_baseline import SaveBaselineDialog
+from app.dialogs.search_codes import SearchCodesDialog
+from app.main_window import MainWindow
+from ipc.messages import CANCELLED, ApplyEvent, CfgCancel, CfgSet
+from tests.app import builders as b
+from tests.app.gui import feed
+from tests.app.gui.conftest import beat, until
+from tests.app.gui.feed import KNOBS, FeedLink
+
+WEIGHTS = [
+    b.knob("weight_dtype", group="weights", title="Weight precision", type="choice", default="model",
+           choices=["model", "int8", "int4"], apply="reload"),
+    b.knob("int4_method", group="weights", title="4-bit rounding", type="choice", default="awq",
+           choices=["awq", "rtn"], apply="reload"),
+    b.knob("high_precision", group="weights", title="Kept layers", type="choice", default="head",
+           choices=["none", "head"], apply="reload"),
+]  # fmt: skip
+VALUES = {info.id: info.default for info in WEIGHTS}
+
+
+@pytest.fixture(autouse=True)
+def weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "KNOBS", [*KNOBS, *WEIGHTS])
+    monkeypatch.setattr(feed, "VALUES", {**feed.VALUES, **VALUES})
+
+
+def choose(window: MainWindow, knob: str, value: str) -> None:
+    editor = window.optimizations.rows[knob].editor
+    assert isinstance(editor, QComboBox)
+    editor.setCurrentIndex(editor.findData(value))
+    editor.activated.emit(editor.currentIndex())
+
+
+def question(window: MainWindow) -> SearchCodesDialog | None:
+    return window.findChild(SearchCodesDialog)
+
+
+def patches(link: FeedLink) -> list[dict[str, object]]:
+    return [dict(command.patch) for command in link.sent if isinstance(command, CfgSet)]
+
+
+@pytest.mark.parametrize(("answer", "sent"), [
+    ("search", [{"weight_dtype": "int4"}]), ("rounding", [{"weight_dtype": "int4", "int4_method": "rtn"}]),
+    ("keep", []),
+])  # fmt: skip
+def test_the_first_search_of_codes_says_what_it_takes_and_offers_rounding(
+    window: MainWindow, link: FeedLink, answer: str, sent: list[dict[str, object]]
+) -> None:
+    link.ready()
+    link.push(state=b.state(running=3, waiting=1))
+    beat(window)
+    choose(window, "weight_dtype", "int4")
+    asked = question(window)
+    assert asked is not None
+    assert patches(link) == [], "nothing is asked for before it is confirmed"
+    assert "minutes" in asked.text()
+    assert "cancelled at any time" in asked.informativeText()
+    assert "would wait now: 4" in asked.informativeText()
+    getattr(asked, answer).click()
+    beat(window, 2)
+    assert patches(link) == sent
+    editor = window.optimizations.rows["weight_dtype"].editor
+    assert isinstance(editor, QComboBox)
+    assert editor.currentData() == ("int4" if sent else "model")
+
+
+def test_codes_that_are_there_already_are_not_asked_about(window: MainWindow, link: FeedLink) -> None:
+    link.ready(weight_dtype="int4")
+    beat(window)
+    for value in ("int8", "int4"):
+        choose(window, "weight_dtype", value)
+        link.apply(*link.last(CfgSet), rev=len(patches(link)))
+        beat(window, 4)
+    assert question(window) is None
+    assert patches(link) == [{"weight_dtype": "int8"}, {"weight_dtype": "int4"}]
+
+
+def applying(window: MainWindow, link: FeedLink, share: float = 0.25, **changes: object) -> None:
+    link.push(state=b.state(
+        phase="applying", stage="searching 4-bit codes (AWQ)", done_bytes=round(share * 1000),
+        total_bytes=1000,
+        since_ns=time.monotonic_ns() - 20_000_000_000, pending_apply=7, running=3, waiting=1, **changes,
+    ))  # fmt: skip
+    beat(window)
+
+
+def test_a_change_moves_nothing_under_the_pointer(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window)
+    seen = [window.optimizations, window.ttft, window.kpis, window.kv_map]
+    before = [(part.mapTo(window, QPoint(0, 0)), part.size()) for part in seen]
+    applying(window, link)
+    assert window.change_banner.isVisible()
+    assert window.banner.isHidden()
+    assert [(part.mapTo(window, QPoint(0, 0)), part.size()) for part in seen] == before
+    assert window.change_banner.width() == window.splitter.width()
+    assert window.kpis.tiles["running"].quantity.value == "0 / 4", "as the banner says, they wait"
+
+
+def test_a_change_can_be_cancelled_which_is_no_refusal(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window)
+    window.console.knobs.set({"weight_dtype": "int4"})
+    number, command = link.last(CfgSet)
+    applying(window, link)
+    window.change_banner.cancel.click()
+    assert link.last(CfgCancel)[1].apply_id == 7
+    link.apply(number, command, ok=False, why=CANCELLED, rev=7)
+    beat(window)
+    link.push(state=b.state())
+    beat(window)
+    assert window.change_banner.isHidden()
+    told = [(toast.level, toast.text) for toast in window.toasts.toasts]
+    assert told == [("info", "Weight precision: int4 was cancelled; the configuration is as it was before.")]
+    row = window.optimizations.rows["weight_dtype"]
+    assert row.status.full_text == "converts"
+    assert isinstance(row.editor, QComboBox)
+    assert row.editor.currentData() == "model"
+
+
+def test_what_cannot_be_measured_cannot_be_cancelled(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window)
+    link.push(state=b.state(phase="applying", pending_apply=1))
+    beat(window)
+    assert window.change_banner.cancel.isHidden()
+
+
+def test_latencies_with_a_pause_in_them_say_so(window: MainWindow, link: FeedLink) -> None:
+    link.ready()
+    beat(window, 1)
+    now = window.session.now_s
+    event = ApplyEvent(
+        apply_id=1, from_rev=0, to_rev=1, result="ok", t_ns=round((now - 1) * 1e9), at_step=1, mode="reload",
+        took_us=9_700_000, patch={"weight_dtype": "int8"},
+    )  # fmt: skip
+    waited = b.request_row(
+        1, now - 9, sched_ns=round((now - 1) * 1e9), first_ns=round((now - 0.9) * 1e9),
+        last_ns=round((now - 0.5) * 1e9), end_ns=round((now - 0.5) * 1e9), preempt_reason="rebuild",
+        preempted_us=9_700_000,
+    )  # fmt: skip
+    link.push(requests=[waited], events=[event])
+    beat(window)
+    for name, chart in (("ttft", window.ttft), ("tpot", window.tpot)):
+        tile = window.kpis.tiles[name]
+        assert tile.note.replace("\u00a0", " ") == "with a pause of 9.7 s"
+        assert "waited up to 9.7 s for a change" in tile.toolTip().replace("\u00a0", " ")
+        assert "n=1" in tile.toolTip()
+        until(window, lambda chart=chart: chart.basis() != "no traffic")
+        assert chart.basis().replace("\u00a0", " ").startswith("includes a pause of 9.7 s for a change · n=")
+
+
+def test_a_baseline_is_called_doubtful_before_it_is_saved(window: MainWindow, link: FeedLink) -> None:
+    """And what ran since the last change is offered, which holds one configuration."""
+    link.ready()
+    beat(window, 1)
+    now = window.session.now_s
+    event = ApplyEvent(
+        apply_id=1, from_rev=0, to_rev=1, result="ok", t_ns=round((now - 10) * 1e9), at_step=1, mode="step",
+        took_us=100, patch={"prefix_cache": False},
+    )  # fmt: skip
+    rows = [
+        b.request_row(n, now - 20 + n, rev_first=int(n > 10), rev_last=int(n >= 10)) for n in range(1, 19)
+    ]
+    link.push(requests=rows, events=[event])
+    beat(window)
+    dialog = SaveBaselineDialog(window.console, window)
+    assert dialog.source.currentData() == ("change", None)
+    assert "since the last change" in dialog.source.currentText()
+    assert dialog.hint.text() == "8 requests ended in this time."
+    dialog.source.setCurrentIndex(1)
+    assert "marked as doubtful: the configuration changed inside the window" in dialog.hint.text()
+    assert dialog.hint.property("role") == "warning"
+    assert dialog.save.isEnabled()
+    data = window.console.baseline_data("x", "", "change", None)
+    assert (data.validity.valid, data.config["prefix_cache"], len(data.requests)) == (True, False, 8)
