@@ -150,7 +150,7 @@ def _list(store: Store, options: argparse.Namespace) -> None:
         _print("No baselines are stored yet.")
     else:
         _print(_columns([_HEAD, *(_row(item) for item in found)]))
-        _print("L: locked, I: imported, !: not valid")
+        _print("L: locked, I: imported, !: doubtful")
 
 
 def _show(store: Store, options: argparse.Namespace) -> None:
@@ -180,7 +180,7 @@ def _value(diff: ConfigDiff, side: str) -> str:
 
 def _comparison(found: Comparison) -> str:
     parts = [f"A  {found.a.id[:8]}  {found.a.name}", f"B  {found.b.id[:8]}  {found.b.name}", ""]
-    for title, diffs in (("Configuration", found.config), ("Identity", found.identity)):
+    for title, diffs in (("Configuration", found.config), ("Model, device and versions", found.identity)):
         parts.append(f"{title}:" if diffs else f"{title}: the same")
         if diffs:
             parts.append(

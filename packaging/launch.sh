@@ -15,6 +15,8 @@ The first start makes .venv, installs the pinned packages and the system librari
 demo model (93 MB). Later starts install nothing.
 
   --model PATH   a Hugging Face folder (safetensors) or a GGUF file; the demo model where it is not given
+  --draft-model PATH
+                 a smaller model with the same tokenizer, which “Speculation: draft” drafts with
   --smoke        the same without a display: a short load on the real engine, a knob flipped off and on, a snapshot
                  saved and exported, screenshots; prints a summary, exits 0 when every piece works
   --out DIR      where --smoke writes its screenshots and smoke.json
@@ -29,7 +31,7 @@ baselines), and everything pip reads (mirror, proxy, certificates).
 TEXT
 }
 
-mode=window model="" wants_model=1
+mode=window model="" draft="" wants_model=1
 declare -a rest=()
 while [[ $# -gt 0 ]]; do
     case "$1" in
@@ -45,6 +47,12 @@ while [[ $# -gt 0 ]]; do
             shift
             ;;
         --model=*) model="${1#*=}" ;;
+        --draft-model)
+            [[ $# -ge 2 ]] || fail "--draft-model needs a path"
+            draft="$2"
+            shift
+            ;;
+        --draft-model=*) draft="${1#*=}" ;;
         --data-dir)
             [[ $# -ge 2 ]] || fail "--data-dir needs a folder"
             export DECODECK_DATA="$2"
@@ -71,6 +79,7 @@ while [[ $# -gt 0 ]]; do
     shift
 done
 [[ -z "$model" || -e "$model" ]] || fail "--model $model: there is no such file or folder"
+[[ -z "$draft" || -e "$draft" ]] || fail "--draft-model $draft: there is no such file or folder"
 if [[ "$mode" == window && "$(uname -s)" == Linux && -z "${DISPLAY:-}${WAYLAND_DISPLAY:-}${QT_QPA_PLATFORM:-}" ]]; then
     fail "there is no display here (DISPLAY and WAYLAND_DISPLAY are empty). Use --smoke for a run without one, or
     start the engine here and the console on your own machine (README, \"A remote workstation\")"
@@ -89,4 +98,5 @@ case "$mode" in
     smoke) rest=(--smoke "${rest[@]}") ;;
 esac
 [[ -z "$model" ]] || rest+=(--model "$model")
+[[ -z "$draft" ]] || rest+=(--draft-model "$draft")
 exec "$PYTHON" -m app "${rest[@]}"

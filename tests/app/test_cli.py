@@ -77,11 +77,13 @@ def test_list_show_and_compare(data: Path) -> None:
     found = ids(data)
     listed = run(data, "snapshot", "list").stdout
     assert found["one"][:8] in listed
+    assert listed.rstrip().endswith("!: doubtful")
     shown = run(data, "snapshot", "show", found["one"][:8]).stdout
     assert shown.startswith("# one")
     compared = run(data, "snapshot", "compare", found["one"], found["two"]).stdout
     assert "prefix_cache" in compared
     assert "ttft_p50_s (s)" in compared
+    assert "Model, device and versions: the same" in compared
     as_json = json.loads(run(data, "snapshot", "compare", found["one"], found["two"], "--json").stdout)
     assert {diff["key"] for diff in as_json["config"]} >= {"prefix_cache", "max_num_seqs"}
 

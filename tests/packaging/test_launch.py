@@ -55,10 +55,12 @@ def test_help_installs_nothing(tree: Path, script: str) -> None:
     assert not (tree / ".venv").exists()
 
 
-def test_a_model_that_is_not_there_is_refused_before_anything_is_installed(tree: Path) -> None:
-    done = _bash("packaging/launch.sh", "--model", "no/such.gguf", cwd=tree)
+@pytest.mark.parametrize("option", ["--model", "--draft-model"])
+def test_a_model_that_is_not_there_is_refused_before_anything_is_installed(tree: Path, option: str) -> None:
+    assert option in _bash("packaging/launch.sh", "--help", cwd=tree).stdout
+    done = _bash("packaging/launch.sh", option, "no/such.gguf", cwd=tree)
     assert done.returncode == 1
-    assert "no/such.gguf: there is no such file or folder" in done.stderr
+    assert f"{option} no/such.gguf: there is no such file or folder" in done.stderr
     assert not (tree / ".venv").exists()
 
 
