@@ -92,9 +92,7 @@ def _applying(session: SessionModel, state: EngineState, change: str) -> Message
     parts = [change, tr_engine(state.stage), _done(state) if share is not None else ""]
     if since_s >= _SLOW_S:
         parts.append(tr("for {time}").format(time=clock(since_s)))
-    left_s = session.stage_clock.left_s(state, session.now_s)
-    if left_s is not None:
-        parts.append(tr("about {time} left").format(time=clock(left_s)))
+    parts.append(left_text(session))
     if state.running + state.waiting:
         parts.append(tr("{n} requests wait").format(n=count(state.running + state.waiting)))
     text = " · ".join(part for part in parts if part)
@@ -102,6 +100,14 @@ def _applying(session: SessionModel, state: EngineState, change: str) -> Message
         "busy", tr("Applying a change"), text, share=share, busy=share is None, change=True,
         can_cancel=share is not None and state.pending_apply is not None,
     )  # fmt: skip
+
+
+def left_text(session: SessionModel) -> str:
+    """How long the present stage of a change has yet to go, "" where that is not known."""
+    left_s = None
+    if session.state is not None:
+        left_s = session.stage_clock.left_s(session.state, session.now_s)
+    return "" if left_s is None else tr("about {time} left").format(time=clock(left_s))
 
 
 def _done(state: EngineState) -> str:

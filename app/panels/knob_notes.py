@@ -12,7 +12,7 @@ from app.model.drafts import DraftFigures
 from app.model.memory import has_second_form
 from app.panels.memory import CHECKPOINT, FORMS, PARTS, weights_text
 from app.units import NONE, count, data, percent, seconds, span
-from app.widgets.basic import ElidedLabel, button, column, label, row, set_tip
+from app.widgets.basic import ElidedLabel, button, column, keep_room, label, row, set_tip
 from app.widgets.facts import Facts, FactSpec
 from ipc.messages import KnobInfo
 
@@ -57,6 +57,8 @@ class WeightsNote(QWidget):
         self.progress = QProgressBar()
         self.progress.setTextVisible(False)
         self.progress.setAccessibleName(tr("Progress of the conversion"))
+        for part in (self.stage, self.progress):  # so that rows below do not move
+            keep_room(part)
         self.setLayout(column(self.facts, self.stage, self.progress, spacing=4, margins=(0, 2, 0, 4)))
         self.refresh()
 
@@ -77,7 +79,8 @@ class WeightsNote(QWidget):
         self.stage.setVisible(share is not None)
         self.progress.setVisible(share is not None)
         if share is not None and state is not None:
-            self.stage.set_full_text(f"{tr_engine(state.stage)} · {percent(share)}")
+            parts = (tr_engine(state.stage), str(percent(share)), status.left_text(session))
+            self.stage.set_full_text(" · ".join(part for part in parts if part))
             self.progress.setRange(0, 1000)
             self.progress.setValue(round(share * 1000))
 

@@ -35,6 +35,13 @@ def set_tip(widget: QWidget, tip: str) -> None:
     widget.setAccessibleDescription(tip)
 
 
+def keep_room(widget: QWidget) -> None:
+    """Let a widget have its room while it is hidden too."""
+    policy = widget.sizePolicy()
+    policy.setRetainSizeWhenHidden(True)
+    widget.setSizePolicy(policy)
+
+
 def plain_tip(tip: str) -> str:
     """A tooltip that Qt wraps and never reads as markup, whatever an engine put into it."""
     escaped = tip.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("\n", "<br>")

@@ -30,7 +30,7 @@ VALUES = {info.id: info.default for info in WEIGHTS}
 
 @pytest.fixture(autouse=True)
 def weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "KNOBS", [*KNOBS, *WEIGHTS])
+    monkeypatch.setattr(feed, "KNOBS", [*WEIGHTS, *KNOBS])
     monkeypatch.setattr(feed, "VALUES", {**feed.VALUES, **VALUES})
 
 
@@ -97,7 +97,8 @@ def applying(window: MainWindow, link: FeedLink, share: float = 0.25, **changes:
 def test_a_change_moves_nothing_under_the_pointer(window: MainWindow, link: FeedLink) -> None:
     link.ready()
     beat(window)
-    seen = [window.optimizations, window.ttft, window.kpis, window.kv_map]
+    rows = window.optimizations.rows
+    seen = [window.optimizations, window.ttft, window.kpis, window.kv_map, *rows.values()]
     before = [(part.mapTo(window, QPoint(0, 0)), part.size()) for part in seen]
     applying(window, link)
     assert window.change_banner.isVisible()
