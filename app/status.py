@@ -89,20 +89,21 @@ def banner_message(session: SessionModel, change: str = "") -> Message | None:
 def _applying(session: SessionModel, state: EngineState, change: str) -> Message:
     share = applying_share(session)
     since_s = session.now_s - (state.since_ns - session.link.clock_offset_ns) * 1e-9
-    parts = [change, tr_engine(state.stage), _done(state) if share is not None else ""]
+    parts = [change, tr_engine(state.stage), str(percent(share)) if share is not None else ""]
     if since_s >= _SLOW_S:
         parts.append(tr("for {time}").format(time=clock(since_s)))
-    parts.append(left_text(session))
-    if state.running + state.waiting:
-        parts.append(tr("{n} requests wait").format(n=count(state.running + state.waiting)))
+    parts.append(_left(session))
+    title, live = tr("Applying a change"), state.running + state.waiting
+    if live:
+        title = f"{title} · {tr('{n} requests wait').format(n=count(live))}"
     text = " · ".join(part for part in parts if part)
     return Message(
-        "busy", tr("Applying a change"), text, share=share, busy=share is None, change=True,
+        "busy", title, text, share=share, busy=share is None, change=True,
         can_cancel=share is not None and state.pending_apply is not None,
     )  # fmt: skip
 
 
-def left_text(session: SessionModel) -> str:
+def _left(session: SessionModel) -> str:
     """How long the present stage of a change has yet to go, "" where that is not known."""
     left_s = None
     if session.state is not None:

@@ -82,7 +82,10 @@ class SaveBaselineDialog(QDialog):
             data = self._console.baseline_data("?", "", source, None if span is None else float(span))
         except StoreError:
             self.save.setEnabled(False)
-            self.hint.setText(tr("No request ended in this time. Start a load, or choose a longer time."))
+            text = tr("No request ended in this time. Start a load, or choose a longer time.")
+            if source == "change":
+                text = tr("No request has begun and ended since the change yet. Let the load go on.")
+            self.hint.setText(text)
             set_role(self.hint, "warning")
             return
         if source == "load":

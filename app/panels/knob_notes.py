@@ -79,8 +79,7 @@ class WeightsNote(QWidget):
         self.stage.setVisible(share is not None)
         self.progress.setVisible(share is not None)
         if share is not None and state is not None:
-            parts = (tr_engine(state.stage), str(percent(share)), status.left_text(session))
-            self.stage.set_full_text(" · ".join(part for part in parts if part))
+            self.stage.set_full_text(f"{tr_engine(state.stage)} · {percent(share)}")
             self.progress.setRange(0, 1000)
             self.progress.setValue(round(share * 1000))
 
