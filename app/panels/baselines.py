@@ -49,7 +49,7 @@ HEADS = (
     (N_("Output"), N_("Generated tokens per second over the measurement.")),
     (N_("Validity"), N_("Whether anything speaks against believing the figures.")),
 )
-WIDTHS = (100, 92, 118, 78, 74, 76, 76, 76, 88, 76)
+WIDTHS = (100, 104, 118, 72, 74, 86, 86, 84, 94, 80)
 
 
 class BaselineTable(QAbstractTableModel):

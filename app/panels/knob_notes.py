@@ -113,7 +113,7 @@ class SpeculationNote(QWidget):
             set_tip(part, tr_later(DRAFT_MODEL))
         line = row(head, self.model, self.choose, spacing=6)
         line.setStretchFactor(self.model, 1)
-        self.setLayout(column(self.why, self.facts, self.none, line, spacing=3, margins=(0, 2, 0, 4)))
+        self.setLayout(column(self.facts, self.why, self.none, line, spacing=3, margins=(0, 2, 0, 4)))
         self.refresh()
 
     def refresh(self) -> None:
