@@ -1,0 +1,10 @@
+"""Triton kernels of our own for the GPU path, one concept a file, each beside its reference in torch.
+
+Modules with kernels import triton, so ask `engine.kernels.availability.probe` first. Each offers
+
+- ``probe(...)``: why it cannot serve these sizes and dtypes, or None;
+- functions that prepare a `engine.kernels.launch.Launch` from tensors: nothing is allocated behind the
+  caller's back, nothing is synchronized, and what a step changes is data on the device, never the shape of
+  the launch, so that launches can be captured in CUDA graphs;
+- ``reference...``: the same in plain torch, float64 inside, which tests hold the kernel against.
+"""

@@ -1,0 +1,32 @@
+"""Whether Triton kernels can run on a device. Imports no triton, so that it can say that there is none."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+MIN_CAPABILITY = (8, 0)  # bfloat16 tensor cores and asynchronous copies came with Ampere
+
+
+def probe(device: torch.device) -> str | None:
+    """Why no kernel can run on ``device``, or None if they can.
+
+    On a CPU they run only in Triton's interpreter, which needs TRITON_INTERPRET=1 before triton is imported
+    and is meant for tests: it takes seconds for what a GPU does in microseconds.
+    """
+    if find_spec("triton") is None:
+        return "the package triton is not installed here; it comes with torch's builds for CUDA"
+    from engine.kernels.launch import INTERPRETED
+
+    if INTERPRETED:
+        return None if device.type == "cpu" else f"Triton's interpreter runs on the cpu, not on {device}"
+    if device.type != "cuda":
+        return f"Triton kernels run on an NVIDIA GPU, not on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, "
+            f"Triton kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later"
+        )
+    return None

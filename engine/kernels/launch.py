@@ -1,0 +1,57 @@
+"""A kernel with everything that one launch of it needs, so that it can be run or only compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton import knobs
+
+INTERPRETED = bool(knobs.runtime.interpret)
+"""Whether the kernels of this process run in Triton's interpreter; settled when triton is imported."""
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of activations that kernels take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of ``kernel`` over ``grid``, on the current CUDA device and stream.
+
+    ``arguments`` are tensors, numbers and None, ``constants`` what the kernel is compiled for.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def run(self) -> None:
+        """Launch it, unless the grid is empty."""
+        if 0 in self.grid:
+            return
+        self.kernel[self.grid](
+            **self.arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages
+        )
+
+
+def has_native_fp8(device: torch.device) -> bool:
+    """Whether kernels may convert to e4m3 in hardware: from compute capability 8.9 on.
+
+    Not in the interpreter, whose conversion to e4m3 loses the carry of the mantissa (7.9 becomes 4, not 8).
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least ``n`` >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def warps_for(elements: int) -> int:
+    """Warps for one program over ``elements`` numbers: 16 a thread, two loads of 128 bits each."""
+    return min(16, max(1, next_power_of_2(elements) // 512))

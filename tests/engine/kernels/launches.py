@@ -1,0 +1,64 @@
+"""Launches of every kernel with the sizes of an 8B model (Llama 3) and a 0.5B one (Qwen 2.5), to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.launch import Launch
+from engine.kernels.quantize import quantize
+from engine.kernels.rmsnorm import add_rmsnorm
+from engine.kernels.silu_mul import silu_mul
+
+EVERY = (80, 89, 90)
+TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch by name, and what must be found in its code."""
+
+    name: str
+    launch: Launch
+    has_dot: bool = False
+    archs: tuple[int, ...] = (90,)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model."""
+
+    name: str
+    hidden: int
+    intermediate: int
+
+
+MODELS = (Sizes("8b", 4096, 14336), Sizes("0.5b", 896, 4864))
+
+
+def launches() -> Iterator[Case]:
+    """Every case, the small kernels first."""
+    for model in MODELS:
+        yield from _elementwise(model)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _elementwise(model: Sizes) -> Iterator[Case]:
+    x, residual, y = (_empty(TOKENS, model.hidden) for _ in range(3))
+    weight, scale = _empty(model.hidden), _empty(TOKENS, dtype=torch.float32)
+    codes = _empty(TOKENS, model.hidden, dtype=torch.uint8)
+    yield Case(f"add_rmsnorm bf16 {model.name}", add_rmsnorm(x, residual, weight, 1e-5, y))
+    yield Case(
+        f"add_rmsnorm e4m3 {model.name}", add_rmsnorm(x, residual, weight, 1e-5, codes, scale), archs=EVERY
+    )
+    gate_up, y = _empty(TOKENS, 2 * model.intermediate), _empty(TOKENS, model.intermediate)
+    codes = _empty(TOKENS, model.intermediate, dtype=torch.uint8)
+    yield Case(f"silu_mul bf16 {model.name}", silu_mul(gate_up, y))
+    yield Case(f"silu_mul e4m3 {model.name}", silu_mul(gate_up, codes, scale), archs=EVERY)
+    yield Case(f"quantize int8 {model.name}", quantize(y, codes.view(torch.int8), scale))

@@ -1,0 +1,49 @@
+"""Every kernel compiled for sm_80, sm_89 and sm_90, which needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels.launch import INTERPRETED
+from tests.engine.kernels.conftest import SWITCH
+from tests.engine.kernels.launches import Case, launches
+from tests.engine.kernels.support import ALL_SHAPES
+
+ROOT = Path(__file__).resolve().parents[3]
+SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes a block may have (CUDA C++ guide)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, object]]:
+    """What each case became, by name and architecture. Compiled in a process that does not interpret."""
+    env = {key: value for key, value in os.environ.items() if key != SWITCH}
+    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-m", "tests.engine.kernels.aot", "--json", *(["--all"] * ALL_SHAPES)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(done.stdout)
+    return {(row["name"], row["arch"]): row for row in rows}
+
+
+@pytest.mark.parametrize("case", list(launches()), ids=lambda case: case.name)
+def test_a_kernel_spills_nothing_and_uses_what_the_card_has(
+    case: Case, compiled: dict[tuple[str, int], dict[str, object]]
+) -> None:
+    for arch in case.archs:
+        row = compiled[case.name, arch]
+        print(row)
+        assert row["stack"] == 0, "registers are spilled"
+        assert int(str(row["shared"])) <= SHARED_LIMIT[arch]
+        assert row["wide_loads"], "nothing is loaded 128 bits at a time"
+        assert bool(row["tensor_core"]) == case.has_dot
+
+
+def test_this_process_interprets_unless_it_has_a_gpu() -> None:
+    assert torch.cuda.is_available() != INTERPRETED

@@ -1,0 +1,91 @@
+"""Kernels of one pass over the tokens against their float64 references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kernels import quantize, rmsnorm, silu_mul
+from engine.kernels.rmsnorm import add_rmsnorm, reference_add_rmsnorm
+from tests.engine.kernels.support import DEVICE, assert_close, assert_codes, poisoned, randn
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+STORAGES = [torch.uint8, torch.int8]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("hidden", [1, 64, 80, 896])
+@pytest.mark.parametrize("add", [True, False])
+def test_add_rmsnorm_is_its_reference(dtype: torch.dtype, hidden: int, add: bool) -> None:
+    x = randn(3, hidden, dtype=dtype, seed=1) if add else None
+    residual, weight = randn(3, hidden, dtype=dtype), randn(hidden, dtype=dtype, seed=2)
+    expected, _ = reference_add_rmsnorm(x, residual, weight, 1e-5)
+    y = poisoned(3, hidden, dtype=dtype)
+    add_rmsnorm(x, residual, weight, 1e-5, y).run()
+    assert_close(residual, expected.double(), dtype)
+    _, exact = reference_add_rmsnorm(None, residual, weight, 1e-5)
+    assert_close(y, exact, dtype)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_add_rmsnorm_quantizes_what_it_gives(storage: torch.dtype) -> None:
+    x, residual = (randn(4, 320, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    x[2], residual[2] = 0.0, 0.0
+    weight = randn(320, dtype=torch.bfloat16, seed=3)
+    codes, scale = poisoned(4, 320, dtype=storage), poisoned(4, dtype=torch.float32)
+    add_rmsnorm(x, residual, weight, 1e-6, codes, scale).run()
+    _, exact = reference_add_rmsnorm(None, residual, weight, 1e-6)
+    assert_codes(codes, scale, exact)
+    assert not (codes[2] & 0x7F).any()  # 0, with either sign
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cols", [1, 72, 2048, 2500])
+def test_silu_mul_is_its_reference(dtype: torch.dtype, cols: int) -> None:
+    gate_up = randn(3, 2 * cols, dtype=dtype, scale=4.0)
+    y = poisoned(3, cols, dtype=dtype)
+    silu_mul.silu_mul(gate_up, y).run()
+    assert_close(y, silu_mul.reference_silu_mul(gate_up), dtype, factor=2.0)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_silu_mul_quantizes_what_it_gives(storage: torch.dtype) -> None:
+    gate_up = randn(3, 2 * 700, dtype=torch.bfloat16, scale=3.0)
+    codes, scale = poisoned(3, 700, dtype=storage), poisoned(3, dtype=torch.float32)
+    silu_mul.silu_mul(gate_up, codes, scale).run()
+    assert_codes(codes, scale, silu_mul.reference_silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quantize_is_bit_for_bit_what_the_layers_do_on_a_cpu(
+    storage: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Rows that are strided, of zeros, and of numbers that differ widely."""
+    x = randn(5, 300, dtype=dtype)[:, :200]
+    x[1] = 0.0
+    x[2] = torch.logspace(-30, 4, 200, base=2.0).to(dtype)
+    x[3, 7] = 5e4
+    kind = "e4m3" if storage == torch.uint8 else "int8"
+    codes, scale = poisoned(5, 200, dtype=storage), poisoned(5, dtype=torch.float32)
+    quantize.quantize(x, codes, scale).run()
+    expected, expected_scale = quantize.reference_quantize(x, kind)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(codes, expected)
+
+
+def test_no_tokens_are_no_launch() -> None:
+    empty = torch.empty(0, 64, device=DEVICE)
+    add_rmsnorm(empty, empty, torch.ones(64, device=DEVICE), 1e-5, empty).run()
+
+
+def test_what_cannot_be_served_is_told() -> None:
+    assert rmsnorm.probe(4096, torch.bfloat16) is None
+    assert "at most" in str(rmsnorm.probe(20000, torch.bfloat16))
+    assert "not torch.float64" in str(rmsnorm.probe(64, torch.float64))
+    assert quantize.probe(14336, torch.float32) is None
+    assert "at most" in str(quantize.probe(40000, torch.float16))
+    assert "float64" in str(quantize.probe(64, torch.float64))
+    assert silu_mul.probe(40000, torch.bfloat16, quantized=False) is None
+    assert "at most" in str(silu_mul.probe(40000, torch.bfloat16, quantized=True))
+    assert "float64" in str(silu_mul.probe(64, torch.float64, quantized=False))
