@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from engine.kernels.launch import Launch
+from engine.kernels.qkv import qk_norm_rope_kv_write
 from engine.kernels.quantize import quantize
 from engine.kernels.rmsnorm import add_rmsnorm
 from engine.kernels.silu_mul import silu_mul
 
 EVERY = (80, 89, 90)
 TOKENS = 4
+BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,19 @@ class Sizes:
     name: str
     hidden: int
     intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
 
 
-MODELS = (Sizes("8b", 4096, 14336), Sizes("0.5b", 896, 4864))
+MODELS = (Sizes("8b", 4096, 14336, 32, 8, 128), Sizes("0.5b", 896, 4864, 14, 2, 64))
 
 
 def launches() -> Iterator[Case]:
     """Every case, the small kernels first."""
     for model in MODELS:
         yield from _elementwise(model)
+        yield from _qkv(model)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -62,3 +68,28 @@ def _elementwise(model: Sizes) -> Iterator[Case]:
     yield Case(f"silu_mul bf16 {model.name}", silu_mul(gate_up, y))
     yield Case(f"silu_mul e4m3 {model.name}", silu_mul(gate_up, codes, scale), archs=EVERY)
     yield Case(f"quantize int8 {model.name}", quantize(y, codes.view(torch.int8), scale))
+
+
+def _pool(model: Sizes, dtype: torch.dtype) -> Tensor:
+    """Keys or values of one layer."""
+    return _empty(64 * BLOCK_SIZE, model.kv_heads, model.head_dim, dtype=dtype)
+
+
+def _qkv(model: Sizes) -> Iterator[Case]:
+    qkv = _empty(TOKENS, model.heads + 2 * model.kv_heads, model.head_dim)
+    q = _empty(TOKENS, model.heads, model.head_dim)
+    at = _empty(TOKENS, dtype=torch.int64)
+    table = _empty(4096, model.head_dim, dtype=torch.float32)
+    weight = _empty(model.heads + model.kv_heads, model.head_dim)
+    scale = _empty(model.kv_heads, dtype=torch.float32)
+    pool = _pool(model, torch.bfloat16)
+    yield Case(
+        f"qkv bf16 norm {model.name}",
+        qk_norm_rope_kv_write(qkv, at, at, table, table, q, pool, pool, head_norm=weight, eps=1e-6),
+    )
+    pool = _pool(model, torch.uint8)
+    yield Case(
+        f"qkv e4m3 {model.name}",
+        qk_norm_rope_kv_write(qkv, at, at, table, table, q, pool, pool, scales=(scale, scale)),
+        archs=(80, 90),
+    )
