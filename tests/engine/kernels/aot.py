@@ -129,8 +129,8 @@ def main() -> int:
     options = parser.parse_args()
     rows = [
         compile_for(case.name, case.launch, arch)
-        for case in launches()
         for arch in options.arch
+        for case in launches(arch)
         if options.only in case.name and (options.all or arch in case.archs)
     ]
     print(json.dumps([asdict(row) for row in rows]) if options.json else table(rows))

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels.attention_rows import plan_splits
 from engine.kernels.launch import Launch
+from engine.kernels.paged_attention import Parts, paged_attention, tiles_for
 from engine.kernels.qkv import qk_norm_rope_kv_write
 from engine.kernels.quantize import quantize
 from engine.kernels.rmsnorm import add_rmsnorm
@@ -26,6 +28,7 @@ class Case:
     name: str
     launch: Launch
     has_dot: bool = False
+    wide_loads: bool = True
     archs: tuple[int, ...] = (90,)
 
 
@@ -44,11 +47,12 @@ class Sizes:
 MODELS = (Sizes("8b", 4096, 14336, 32, 8, 128), Sizes("0.5b", 896, 4864, 14, 2, 64))
 
 
-def launches() -> Iterator[Case]:
-    """Every case, the small kernels first."""
+def launches(arch: int = 90) -> Iterator[Case]:
+    """Every case as a card of compute capability ``arch`` / 10 would run it, the small kernels first."""
     for model in MODELS:
         yield from _elementwise(model)
         yield from _qkv(model)
+        yield from _attention(model, arch)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -93,3 +97,39 @@ def _qkv(model: Sizes) -> Iterator[Case]:
         qk_norm_rope_kv_write(qkv, at, at, table, table, q, pool, pool, scales=(scale, scale)),
         archs=(80, 90),
     )
+
+
+def _attention(model: Sizes, arch: int) -> Iterator[Case]:
+    """Decode, verification and prefill, over keys in 16 and in 8 bits, over small and large blocks."""
+    q, out = (_empty(TOKENS, model.heads, model.head_dim) for _ in range(2))
+    rows, width = TOKENS, 16
+    cu, lengths = _empty(rows + 1, dtype=torch.int32), _empty(rows, dtype=torch.int32)
+    tables, split_tiles = _empty(rows, width, dtype=torch.int32), _empty(1, dtype=torch.int32)
+    parts = Parts.allocate(TOKENS, model.heads, model.head_dim, 16, torch.device("cpu"))
+    scale = _empty(model.kv_heads, dtype=torch.float32)
+    group = model.heads // model.kv_heads
+    large = model is MODELS[0]
+    for what, queries, block_size, storage, archs in (
+        ("decode", 1, BLOCK_SIZE, torch.bfloat16, EVERY if large else (90,)),
+        ("decode", 1, 16, torch.bfloat16, (90,)),
+        ("decode", 1, BLOCK_SIZE, torch.uint8, EVERY if large else ()),
+        ("decode", 1, BLOCK_SIZE, torch.int8, (90,) if large else ()),
+        ("verify", 5, BLOCK_SIZE, torch.bfloat16, (80, 90) if large else (90,)),
+        ("prefill", 512, BLOCK_SIZE, torch.bfloat16, EVERY if large else (80, 90)),
+        ("prefill", 512, BLOCK_SIZE, torch.uint8, (80, 90) if large else ()),
+    ):
+        pool = _pool(model, storage)
+        attention, *rest = paged_attention(
+            q, pool, pool, out,
+            cu_seqlens_q=cu, seq_lens=lengths, block_tables=tables, split_tiles=split_tiles, parts=parts,
+            tiles=tiles_for(group, model.head_dim, queries, pool.itemsize, hopper=arch == 90),
+            block_size=block_size,
+            scales=None if storage == torch.bfloat16 else (scale, scale),
+        )  # fmt: skip
+        kind = {torch.bfloat16: "bf16", torch.uint8: "e4m3", torch.int8: "int8"}[storage]
+        name = f"attention {what} {kind} page {block_size} {model.name}"
+        yield Case(name, attention, has_dot=True, archs=archs)
+    yield Case(f"attention combine {model.name}", rest[0])
+    if large:
+        sizes = {"programs": 264, "kv_heads": 8, "block_q": 4, "block_n": 64, "window": 1024}
+        yield Case("attention plan", plan_splits(cu, lengths, split_tiles, **sizes), wide_loads=False)

@@ -41,7 +41,7 @@ def test_a_kernel_spills_nothing_and_uses_what_the_card_has(
         print(row)
         assert row["stack"] == 0, "registers are spilled"
         assert int(str(row["shared"])) <= SHARED_LIMIT[arch]
-        assert row["wide_loads"], "nothing is loaded 128 bits at a time"
+        assert row["wide_loads"] or not case.wide_loads, "nothing is loaded 128 bits at a time"
         assert bool(row["tensor_core"]) == case.has_dot
 
 
