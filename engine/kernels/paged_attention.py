@@ -61,9 +61,9 @@ class Tiles:
 def tiles_for(group: int, head_dim: int, max_queries: int, itemsize: int, *, hopper: bool) -> Tiles:
     """For rows of up to ``max_queries`` new tokens, ``group`` query heads a KV head.
 
-    itemsize: bytes of a number in the pool. Chosen so that everything fits into the 99 KiB of shared memory that the
-    smallest of the supported cards have, and no register is spilled. ``hopper``: compute capability 9, whose
-    tensor cores take their operands from shared memory, which leaves registers for larger tiles.
+    itemsize: bytes of a number in the pool. hopper: compute capability 9, whose tensor cores take operands
+    from shared memory, which leaves registers for larger tiles. Chosen so that everything fits into the
+    99 KiB of shared memory that the smallest of the supported cards have, and no register is spilled.
     """
     packed = next_power_of_2(max_queries * group)
     short = packed <= SHORT_ROWS

@@ -11,9 +11,12 @@ from torch import Tensor
 from engine.kernels.attention_rows import plan_splits
 from engine.kernels.launch import Launch
 from engine.kernels.paged_attention import Parts, paged_attention, tiles_for
+from engine.kernels.penalties import penalize
 from engine.kernels.qkv import qk_norm_rope_kv_write
 from engine.kernels.quantize import quantize
+from engine.kernels.rejection_sample import rejection_sample
 from engine.kernels.rmsnorm import add_rmsnorm
+from engine.kernels.sample import probabilities, sample
 from engine.kernels.silu_mul import silu_mul
 
 EVERY = (80, 89, 90)
@@ -53,6 +56,7 @@ def launches(arch: int = 90) -> Iterator[Case]:
         yield from _elementwise(model)
         yield from _qkv(model)
         yield from _attention(model, arch)
+    yield from _sampling()
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -133,3 +137,21 @@ def _attention(model: Sizes, arch: int) -> Iterator[Case]:
     if large:
         sizes = {"programs": 264, "kv_heads": 8, "block_q": 4, "block_n": 64, "window": 1024}
         yield Case("attention plan", plan_splits(cu, lengths, split_tiles, **sizes), wide_loads=False)
+
+
+def _sampling() -> Iterator[Case]:
+    """Over the vocabulary of the 8B model."""
+    n = 128256
+    logits, out = (_empty(TOKENS, n, dtype=torch.float32) for _ in range(2))
+    floats, ints = _empty(TOKENS, dtype=torch.float32), _empty(TOKENS, dtype=torch.int32)
+    longs, cu = _empty(TOKENS, dtype=torch.int64), _empty(TOKENS + 1, dtype=torch.int32)
+    chosen = sample(logits, floats, ints, floats, floats, longs, longs, longs, greedy_below=1e-5)
+    yield Case("sample", chosen, archs=(80, 90))
+    yield Case("probabilities", probabilities(logits, floats, ints, floats, floats, out))
+    finite = _empty(2 * TOKENS, dtype=torch.int8)
+    judged = rejection_sample(
+        logits, out, longs, cu, finite, longs, longs, ints, longs, accept=64, residual=65
+    )
+    yield Case("rejection_sample", judged)
+    scattered = penalize(logits, cu, longs, ints, floats, floats, floats, max_tokens=4096)
+    yield Case("penalize", scattered, wide_loads=False)

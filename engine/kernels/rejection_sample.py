@@ -1,0 +1,133 @@
+"""Rejection sampling of drafts (arXiv 2211.17192, 2302.01318), one program a request.
+
+The rules and the random numbers are those of `engine.speculation.rejection`: token x of a draft stays with
+probability min(1, p(x) / q(x)); the first that does not is replaced by one drawn from max(p - q, 0), and
+where all stay one more is drawn from p.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.launch import Launch, next_power_of_2
+from engine.kernels.uniform import uniform
+from engine.kernels.vocabulary import place_in_block
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _rest(p_row, q_row, start, n, refused, BLOCK: tl.constexpr):
+    """(ids, weights) of a part of the distribution that the token after the accepted ones is drawn from."""
+    ids = start + tl.arange(0, BLOCK)
+    p = tl.load(p_row + ids, mask=ids < n, other=0.0)
+    q = tl.load(q_row + ids, mask=(ids < n) & (refused != 0), other=0.0)
+    return ids, tl.maximum(p - q, 0.0)
+
+
+@triton.jit
+def _rest_total(p_row, q_row, n, refused, BLOCK: tl.constexpr):
+    total = tl.zeros((), tl.float64)
+    for start in range(0, n, BLOCK):
+        _, weights = _rest(p_row, q_row, start, n, refused, BLOCK)
+        total += tl.sum(weights.to(tl.float64), axis=0)
+    return total
+
+
+@triton.jit
+def _rejection_sample(
+    target,
+    proposal,
+    tokens,
+    cu,
+    finite,
+    seeds,
+    positions,
+    accepted,
+    own,
+    n,
+    ACCEPT: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    first = tl.load(cu + request)
+    drafted = tl.load(cu + request + 1) - first
+    place = (first + request).to(tl.int64)  # each draft has one row more in the target
+    seed = tl.load(seeds + request)
+    position = tl.load(positions + request)
+    kept = first * 0
+    going = drafted > 0
+    while going:
+        token = tl.load(tokens + first + kept)
+        there = token >= 0  # -1 pads a draft
+        p = tl.load(target + (place + kept) * n + token, mask=there, other=0.0)
+        q = tl.load(proposal + (first + kept).to(tl.int64) * n + token, mask=there, other=0.0)
+        u = uniform(seed, position + kept, ACCEPT)
+        stays = there & (u * q.to(tl.float64) < p.to(tl.float64)) & (tl.load(finite + place + kept) != 0)
+        kept += stays.to(tl.int32)
+        going = stays & (kept < drafted)
+    p_row = target + (place + kept) * n
+    refused = (kept < drafted).to(tl.int32)
+    q_row = proposal + (first + tl.minimum(kept, tl.maximum(drafted - 1, 0))).to(tl.int64) * n
+    if refused != 0:  # by padding nothing was proposed
+        refused = (tl.load(tokens + first + kept) >= 0).to(tl.int32)
+    total = _rest_total(p_row, q_row, n, refused, BLOCK)
+    if (refused != 0) & (total <= 0.0):  # where p equals q but for rounding p itself is right
+        refused = refused * 0
+        total = _rest_total(p_row, q_row, n, refused, BLOCK)
+    goal = uniform(seed, position + kept, RESIDUAL) * total
+    start = first * 0
+    found = start - 1
+    before = total * 0.0
+    while (found < 0) & (start < n):
+        ids, weights = _rest(p_row, q_row, start, n, refused, BLOCK)
+        found, before = place_in_block(ids, weights, before, goal)
+        start += BLOCK
+    tl.store(accepted + request, kept)
+    tl.store(own + request, found.to(tl.int64))
+
+
+def rejection_sample(
+    target: Tensor,
+    proposal: Tensor,
+    tokens: Tensor,
+    cu_drafts: Tensor,
+    finite: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    accepted: Tensor,
+    own: Tensor,
+    *,
+    accept: int,
+    residual: int,
+) -> Launch:
+    """How many tokens of each draft stay, ``accepted`` int32 [requests], and what follows, ``own`` int64.
+
+    Draft r is tokens [cu[r], cu[r + 1]) (cu_drafts: int32 [requests + 1], from 0) of ``tokens`` int64 and of
+    ``proposal`` float32 [tokens, n]; -1 pads it. Its rows in ``target`` float32 [tokens + requests, n] begin
+    at cu[r] + r and are one more. Rows sum to 1. finite: int8 [tokens + requests], 0 ends a draft before that
+    place. seeds: int64 [requests]; positions: int64 [requests], of the first place. accept, residual: the
+    numbers of the two streams of random numbers.
+    """
+    n = target.shape[1]
+    return Launch(
+        _rejection_sample,
+        (own.shape[0],),
+        {
+            "target": target,
+            "proposal": proposal,
+            "tokens": tokens,
+            "cu": cu_drafts,
+            "finite": finite,
+            "seeds": seeds,
+            "positions": positions,
+            "accepted": accepted,
+            "own": own,
+            "n": n,
+        },
+        {"ACCEPT": accept, "RESIDUAL": residual, "BLOCK": min(_BLOCK, next_power_of_2(n))},
+        num_warps=8,
+    )

@@ -1,0 +1,232 @@
+"""Choosing tokens: the kernels against the definitions, and against what the engine does on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine import draw
+from engine.kernels.penalties import penalize, reference_penalize
+from engine.kernels.rejection_sample import rejection_sample
+from engine.kernels.sample import NOT_FINITE, probabilities, reference_probabilities, sample
+from engine.kernels.uniform import uniform
+from engine.sampling import GREEDY_BELOW
+from engine.speculation.base import ACCEPT, RESIDUAL
+from engine.speculation.rejection import reject
+from ipc.messages import Sampling
+from tests.engine.kernels.support import DEVICE, poisoned, randn
+
+BIG = 2**64 - 3
+
+
+@triton.jit
+def _uniform_all(seeds: Any, positions: Any, out: Any, DRAW: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, uniform(tl.load(seeds + at), tl.load(positions + at), DRAW))
+
+
+def as_int64(numbers: np.ndarray[Any, np.dtype[np.uint64]]) -> Tensor:
+    return torch.from_numpy(numbers.view(np.int64)).to(DEVICE)
+
+
+@pytest.mark.parametrize("stream", [0, 1, 31, ACCEPT, RESIDUAL])
+def test_random_numbers_are_those_of_the_engine_bit_for_bit(stream: int) -> None:
+    seeds = np.array([0, 1, 7, BIG, 2**63, 123456789012345, 3, 3], dtype=np.uint64)
+    positions = np.array([0, 0, 5, 9, 2**40, 17, 100, 101], dtype=np.uint64)
+    out = poisoned(8, dtype=torch.float64)
+    _uniform_all[(1,)](as_int64(seeds), as_int64(positions), out, stream, 8)
+    assert out.cpu().numpy().tolist() == draw.uniform(seeds, positions, stream).tolist()
+
+
+def settings_of(each: list[Sampling]) -> tuple[Tensor, ...]:
+    """temperature, top_k, top_p and min_p of rows, as the kernels take them."""
+
+    def column(name: str) -> Tensor:
+        dtype = torch.int32 if name == "top_k" else torch.float32
+        return torch.tensor([getattr(s, name) for s in each], dtype=dtype, device=DEVICE)
+
+    return tuple(column(name) for name in ("temperature", "top_k", "top_p", "min_p"))
+
+
+def chosen(logits: Tensor, each: list[Sampling], seeds: list[int], positions: list[int]) -> list[int]:
+    ids = poisoned(len(each), dtype=torch.int64)
+    sample(
+        logits, *settings_of(each), as_int64(np.array(seeds, dtype=np.uint64)),
+        torch.tensor(positions, device=DEVICE), ids, greedy_below=GREEDY_BELOW,
+    ).run()  # fmt: skip
+    found: list[int] = ids.tolist()
+    return found
+
+
+CUTS = [
+    Sampling(temperature=1.0, top_k=0, top_p=1.0),
+    Sampling(temperature=0.5, top_k=0, top_p=1.0, min_p=0.05),
+    Sampling(temperature=2.0, top_k=7, top_p=1.0),
+    Sampling(temperature=0.7, top_k=0, top_p=0.8),
+    Sampling(temperature=1.3, top_k=50, top_p=0.6, min_p=0.02),
+    Sampling(temperature=1.0, top_k=0, top_p=1e-6),
+    Sampling(temperature=1.0, top_k=2000, top_p=0.999),
+]
+
+
+@pytest.mark.parametrize("n", [1, 100, 2500])
+def test_distributions_are_their_definition(n: int) -> None:
+    """A28: the temperature counts once. Ties at the border, hidden tokens, and cuts on top of each other."""
+    logits = randn(len(CUTS), n + 3, scale=3.0)[:, :n]
+    if n > 10:
+        logits[:, 5] = float("-inf")
+        logits[:, 6:9] = logits[:, 9:10]
+        logits[4] = (logits[4] * 2).round() / 2
+    out = poisoned(len(CUTS), n, dtype=torch.float32)
+    probabilities(logits, *settings_of(CUTS), out).run()
+    for row, s in enumerate(CUTS):
+        exact = reference_probabilities(logits[row], s.temperature, s.top_k, s.top_p, s.min_p)
+        assert torch.equal(out[row] > 0, exact > 0), s
+        torch.testing.assert_close(out[row].double(), exact, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("n", [3, 2500])
+def test_tokens_are_where_the_running_sum_passes_the_random_number(n: int) -> None:
+    each = CUTS * 2
+    logits = randn(len(each), n, scale=2.0, seed=3)
+    seeds, positions = list(range(len(each))), [100 + i for i in range(len(each))]
+    got = chosen(logits, each, seeds, positions)
+    u = draw.uniform(np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.uint64))
+    for row, s in enumerate(each):
+        exact = reference_probabilities(logits[row], s.temperature, s.top_k, s.top_p, s.min_p)
+        running = exact.cumsum(0)
+        low = float(running[got[row]] - exact[got[row]])
+        assert exact[got[row]] > 0
+        assert low - 1e-6 <= u[row] <= float(running[got[row]]) + 1e-6
+
+
+def test_the_engines_own_tokens_come_out() -> None:
+    """Where the engine draws in the order of the ids too: without top-p, and with a top-k of many."""
+    each = [
+        Sampling(temperature=t, top_k=k, top_p=1.0, min_p=p)
+        for t, k, p in ((0.6, 0, 0.0), (1.5, 0, 0.1), (0.9, 1200, 0.0), (2.0, 1200, 0.05))
+    ]
+    logits = randn(len(each), 3000, scale=2.0, seed=4)
+    seeds, positions = np.arange(len(each), dtype=np.uint64), np.full(len(each), 77, dtype=np.uint64)
+    expected = draw.draw_all(logits.clone(), logits.amax(1), each, seeds, positions)
+    assert chosen(logits, each, seeds.tolist(), positions.tolist()) == expected.tolist()
+
+
+def test_greedy_rows_take_the_first_of_the_most_likely() -> None:
+    """A26: a tiny temperature is greedy."""
+    logits = randn(4, 5000, seed=5)
+    logits[:, 3000] = logits[:, 4100] = 9.0
+    each = [
+        Sampling(temperature=0.0),
+        Sampling(temperature=1e-30),
+        Sampling(temperature=1.0, top_k=1),
+        Sampling(temperature=1e-6, top_p=0.5),
+    ]
+    assert chosen(logits, each, [1] * 4, [2] * 4) == [3000] * 4
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_rows_that_are_not_finite_are_marked_and_others_are_not_touched() -> None:
+    """A25: NaN and infinity anywhere in a row end that request only."""
+    logits = randn(5, 300, seed=6)
+    logits[1, 299] = float("nan")
+    logits[2, 0] = float("inf")
+    logits[3] = float("-inf")
+    greedy, drawn = Sampling(temperature=0.0), Sampling(temperature=1.0)
+    each = [greedy, drawn, drawn, greedy, greedy]
+    got = chosen(logits, each, [0] * 5, [0] * 5)
+    assert got[1:4] == [NOT_FINITE] * 3
+    assert got[0] == int(logits[0].argmax())
+    assert got[4] == int(logits[4].argmax())
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    logits = randn(7, 700, scale=2.0, seed=7)
+    seeds, positions = [11, 12, 13, 14, 15, 16, 17], [3, 1, 4, 1, 5, 9, 2]
+    together = chosen(logits, CUTS, seeds, positions)
+    for row in (0, 3, 4):
+        alone = chosen(logits[row : row + 1], [CUTS[row]], [seeds[row]], [positions[row]])
+        assert alone == [together[row]]
+
+
+def test_penalties_touch_what_occurred_and_nothing_else() -> None:
+    prompts = [[1, 2, 3, 3], [], [5], list(range(300))]
+    outputs = [[3, 9], [7, 7, 7], [], list(range(250, 290))]
+    settings = [(1.5, 0.3, 0.2), (1.0, 1.0, 0.5), (2.0, 0.0, 0.0), (1.2, -0.5, 0.1)]
+    scores = randn(4, 310, scale=2.0)[:, :305]
+    expected = [
+        reference_penalize(scores[i], prompts[i], outputs[i], *settings[i]) for i in range(len(settings))
+    ]
+    distinct = [sorted({*p, *o}) for p, o in zip(prompts, outputs, strict=True)]
+    cu = torch.tensor([0] + [len(d) for d in distinct]).cumsum(0).to(torch.int32).to(DEVICE)
+    tokens = torch.tensor([t for d in distinct for t in d], device=DEVICE)
+    occurred = [o.count(t) for d, o in zip(distinct, outputs, strict=True) for t in d]
+    counts = torch.tensor(occurred, dtype=torch.int32, device=DEVICE)
+    r, p, f = torch.tensor(settings, dtype=torch.float32, device=DEVICE).t().contiguous()
+    penalize(scores, cu, tokens, counts, r, p, f, max_tokens=300).run()
+    torch.testing.assert_close(scores.double(), torch.stack(expected), rtol=1e-6, atol=1e-6)
+
+
+def drafts(n: int, lengths: list[int]) -> tuple[Tensor, Tensor, list[int]]:
+    """Target rows, proposals, and tokens drawn from them."""
+    total = sum(lengths)
+    target = torch.softmax(randn(total + len(lengths), n, scale=2.0, seed=1), -1)
+    proposal = torch.softmax(randn(total, n, scale=2.0, seed=2), -1)
+    places = torch.arange(total) + torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    proposal = 0.3 * proposal + 0.7 * target[places.to(DEVICE)]
+    drawn = torch.multinomial(proposal.cpu(), 1, generator=torch.Generator().manual_seed(3))
+    return target, proposal, drawn.squeeze(1).tolist()
+
+
+def run_rejection(
+    target: Tensor, proposal: Tensor, tokens: list[int], lengths: list[int], finite: Tensor, positions: Tensor
+) -> tuple[list[int], list[int]]:
+    count = len(lengths)
+    accepted, own = poisoned(count, dtype=torch.int32), poisoned(count, dtype=torch.int64)
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(DEVICE)
+    rejection_sample(
+        target, proposal, torch.tensor(tokens, device=DEVICE), cu, finite.to(torch.int8),
+        torch.arange(count, device=DEVICE), positions, accepted, own, accept=ACCEPT, residual=RESIDUAL,
+    ).run()  # fmt: skip
+    return accepted.tolist(), own.tolist()
+
+
+@pytest.mark.parametrize("n", [5, 3000])
+def test_drafts_are_judged_as_the_engine_does(n: int) -> None:
+    """The same drafts, the same random numbers; a place that is not finite ends a draft."""
+    lengths = [1, 4, 2, 3, 4, 1, 4, 4]
+    target, proposal, tokens = drafts(n, lengths)
+    finite = torch.ones(len(target), dtype=torch.bool, device=DEVICE)
+    finite[sum(lengths[:4]) + 4 + 1] = False
+    target[1] = proposal[0]  # where the residual of request 0 would be, had it not been all of p
+    positions = torch.tensor([10 * r for r in range(len(lengths))], device=DEVICE)
+    seeds = np.repeat(np.arange(len(lengths), dtype=np.uint64), np.array(lengths) + 1)
+    at = np.concatenate([10 * r + np.arange(k + 1) for r, k in enumerate(lengths)]).astype(np.uint64)
+    u_accept, u_own = (torch.from_numpy(draw.uniform(seeds, at, s)).to(DEVICE) for s in (ACCEPT, RESIDUAL))
+    expected = reject(target, proposal, tokens, lengths, finite, u_accept, u_own)
+    assert run_rejection(target, proposal, tokens, lengths, finite, positions) == expected
+    assert 0 < sum(expected[0]) < sum(lengths), "the case tests too little"
+
+
+def test_padding_is_never_accepted_and_what_equals_its_proposal_is_drawn_from_it() -> None:
+    target, proposal, tokens = drafts(40, [2, 2])
+    tokens[1] = -1
+    finite = torch.ones(len(target), dtype=torch.bool, device=DEVICE)
+    # Request 1: p equals q at a place that counts as not finite, so that nothing is left of p - q.
+    proposal[2] = target[3]
+    finite[3] = False
+    positions = torch.tensor([5, 9], device=DEVICE)
+    accepted, own = run_rejection(target, proposal, tokens, [2, 2], finite, positions)
+    assert accepted[0] <= 1
+    assert accepted[1] == 0
+    at = np.array([5 + accepted[0], 9], dtype=np.uint64)
+    u = torch.from_numpy(draw.uniform(np.array([0, 1], dtype=np.uint64), at, RESIDUAL)).to(DEVICE)
+    if accepted[0] == 1:  # drawn from all of p, for nothing was proposed there
+        assert own[0] == int(draw.inverse_cdf(target[1:2], u[:1]))
+    assert own[1] == int(draw.inverse_cdf(target[3:4], u[1:]))
