@@ -18,6 +18,7 @@ from engine.kernels.rejection_sample import rejection_sample
 from engine.kernels.rmsnorm import add_rmsnorm
 from engine.kernels.sample import probabilities, sample
 from engine.kernels.silu_mul import silu_mul
+from engine.kernels.weight_only_gemm import PackedWeight, dequantize, gemm
 
 EVERY = (80, 89, 90)
 TOKENS = 4
@@ -57,6 +58,7 @@ def launches(arch: int = 90) -> Iterator[Case]:
         yield from _qkv(model)
         yield from _attention(model, arch)
     yield from _sampling()
+    yield from _products()
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -155,3 +157,21 @@ def _sampling() -> Iterator[Case]:
     yield Case("rejection_sample", judged)
     scattered = penalize(logits, cu, longs, ints, floats, floats, floats, max_tokens=4096)
     yield Case("penalize", scattered, wide_loads=False)
+
+
+def _products() -> Iterator[Case]:
+    """The down projection of the 8B model, of one row and of many."""
+    out, cols = 4096, 14336
+    for bits, codes in ((8, torch.int8), (4, torch.uint8)):
+        groups = 1 if bits == 8 else cols // 128
+        scales = _empty(groups, out, dtype=torch.float32)
+        held = _empty(out, cols * bits // 8, dtype=codes)
+        zeros = None if bits == 8 else scales
+        weight = PackedWeight(held, scales, zeros, (out, cols), bits, 128, cols if bits == 8 else 128)
+        for rows in (1, 64):
+            x, y = _empty(rows, cols), _empty(rows, out)
+            sums = _empty(4, rows, out, dtype=torch.float32)
+            product, adding = gemm(x, weight, y, sums=sums)
+            yield Case(f"gemm int{bits} {rows} rows", product, has_dot=True, archs=(80, 90))
+        yield Case(f"dequantize int{bits}", dequantize(weight, _empty(out, cols)), wide_loads=bits == 8)
+    yield Case("gemm add splits", adding)
