@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ class Launch:
         )
 
 
+@functools.cache
 def has_native_fp8(device: torch.device) -> bool:
     """Whether kernels may convert to e4m3 in hardware: from compute capability 8.9 on.
 

@@ -1,8 +1,10 @@
-"""Rejection sampling of drafts (arXiv 2211.17192, 2302.01318), one program a request.
+"""How much of a draft stays, one program a request.
 
-The rules and the random numbers are those of `engine.speculation.rejection`: token x of a draft stays with
-probability min(1, p(x) / q(x)); the first that does not is replaced by one drawn from max(p - q, 0), and
-where all stay one more is drawn from p.
+Where the target chose a token at every place, a draft holds as far as it says the same (`match_drafts`).
+Drafts that were drawn from known probabilities are judged by rejection sampling (arXiv 2211.17192,
+2302.01318); the rules and the random numbers are those of `engine.speculation.rejection`: token x of a draft
+stays with probability min(1, p(x) / q(x)); the first that does not is replaced by one drawn from
+max(p - q, 0), and where all stay one more is drawn from p.
 """
 
 from __future__ import annotations
@@ -16,6 +18,39 @@ from engine.kernels.uniform import uniform
 from engine.kernels.vocabulary import place_in_block
 
 _BLOCK = 2048
+
+
+@triton.jit
+def _match_drafts(ids, tokens, cu, accepted, own, BLOCK: tl.constexpr):
+    request = tl.program_id(0)
+    first = tl.load(cu + request)
+    drafted = tl.load(cu + request + 1) - first
+    place = first + request  # each draft has one place more
+    i = tl.arange(0, BLOCK)
+    token = tl.load(tokens + first + i, mask=i < drafted, other=-1)
+    chosen = tl.load(ids + place + i, mask=i < drafted, other=-1)
+    differs = (token != chosen) | (token < 0)  # -1 pads a draft, and marks a place that is not finite
+    kept = tl.min(tl.where(differs, i, BLOCK), axis=0)
+    tl.store(accepted + request, kept)
+    tl.store(own + request, tl.load(ids + place + kept))
+
+
+def match_drafts(
+    ids: Tensor, tokens: Tensor, cu_drafts: Tensor, accepted: Tensor, own: Tensor, *, max_drafted: int
+) -> Launch:
+    """How many tokens of each draft are those that were chosen, and the chosen one after them.
+
+    ids: int64 [tokens + requests], as `engine.kernels.sample` chose them: draft r has the places from
+    cu[r] + r on, one more than tokens, of which it has at most ``max_drafted``. For the other arguments see
+    `rejection_sample`.
+    """
+    return Launch(
+        _match_drafts,
+        (own.shape[0],),
+        {"ids": ids, "tokens": tokens, "cu": cu_drafts, "accepted": accepted, "own": own},
+        {"BLOCK": next_power_of_2(max_drafted + 1)},
+        num_warps=1,
+    )
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from engine.kernels.paged_attention import Parts, paged_attention, tiles_for
 from engine.kernels.penalties import penalize
 from engine.kernels.qkv import qk_norm_rope_kv_write
 from engine.kernels.quantize import quantize
-from engine.kernels.rejection_sample import rejection_sample
+from engine.kernels.rejection_sample import match_drafts, rejection_sample
 from engine.kernels.rmsnorm import add_rmsnorm
 from engine.kernels.sample import probabilities, sample
 from engine.kernels.silu_mul import silu_mul
@@ -155,6 +155,7 @@ def _sampling() -> Iterator[Case]:
         logits, out, longs, cu, finite, longs, longs, ints, longs, accept=64, residual=65
     )
     yield Case("rejection_sample", judged)
+    yield Case("match_drafts", match_drafts(longs, longs, cu, ints, longs, max_drafted=16), wide_loads=False)
     scattered = penalize(logits, cu, longs, ints, floats, floats, floats, max_tokens=4096)
     yield Case("penalize", scattered, wide_loads=False)
 

@@ -223,6 +223,19 @@ def test_how_a_step_is_split_changes_nothing_but_rounding() -> None:
         torch.testing.assert_close(run(x, splits=8, split_tiles=split_tiles), whole, rtol=1e-5, atol=1e-6)
 
 
+def test_a_row_does_not_depend_on_its_neighbours_where_the_split_is_fixed() -> None:
+    """To the last bit: what a row gets depends on its own lengths and on the size of a part alone."""
+    rows = [(1, 200), (1, 60), (2, 33), (1, 90)]
+    x = step(rows, 2, 1, 64)
+    together = run(x, splits=4, split_tiles=2)
+    tiles = tiles_for(2, 64, 2, 4, hopper=False)
+    first = 0
+    for r, (new, length) in enumerate(rows):
+        alone = replace(x, rows=[(new, length)], q=x.q[first : first + new], tables=x.tables[r : r + 1])
+        assert torch.equal(run(alone, splits=4, split_tiles=2, tiles=tiles), together[first : first + new])
+        first += new
+
+
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("programs", [1, 8, 132, 5000])
 def test_the_plan_shares_work_evenly(window: int | None, programs: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine import draw
 from engine.kernels.penalties import penalize, reference_penalize
-from engine.kernels.rejection_sample import rejection_sample
+from engine.kernels.rejection_sample import match_drafts, rejection_sample
 from engine.kernels.sample import NOT_FINITE, probabilities, reference_probabilities, sample
 from engine.kernels.uniform import uniform
 from engine.sampling import GREEDY_BELOW
@@ -230,3 +230,16 @@ def test_padding_is_never_accepted_and_what_equals_its_proposal_is_drawn_from_it
     if accepted[0] == 1:  # drawn from all of p, for nothing was proposed there
         assert own[0] == int(draw.inverse_cdf(target[1:2], u[:1]))
     assert own[1] == int(draw.inverse_cdf(target[3:4], u[1:]))
+
+
+def test_a_draft_holds_as_far_as_the_target_says_the_same() -> None:
+    """Whole, half, and not at all; none; padded; and a place that is not finite, which matches nothing."""
+    drafted = [[4, 5, 6], [4, 9, 6], [7], [], [8, -1, -1], [2, 3]]
+    chosen_there = [[4, 5, 6, 1], [4, 5, 6, 2], [1, 3], [4], [8, -1, 3, 3], [2, NOT_FINITE, 5]]
+    cu = torch.tensor([0] + [len(d) for d in drafted]).cumsum(0).to(torch.int32).to(DEVICE)
+    tokens = torch.tensor([t for d in drafted for t in d], device=DEVICE)
+    ids = torch.tensor([t for c in chosen_there for t in c], device=DEVICE)
+    accepted, own = poisoned(6, dtype=torch.int32), poisoned(6, dtype=torch.int64)
+    match_drafts(ids, tokens, cu, accepted, own, max_drafted=3).run()
+    assert accepted.tolist() == [3, 1, 0, 0, 1, 1]
+    assert own.tolist() == [1, 5, 1, 4, NOT_FINITE, NOT_FINITE]
