@@ -12,10 +12,18 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may fetch a model by name
+# Whether Triton's kernels are interpreted is settled when it is imported, which torch at times does itself.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Sockets of their own: engines that run on the machine besides must neither be swept away nor be found.
 _RUNTIME = tempfile.TemporaryDirectory(prefix="decodeck-test-")
 os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Processes that tests start shall not interpret; what the tests themselves need was imported by now."""
+    os.environ.pop("TRITON_INTERPRET", None)
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,11 @@ def compile_for(name: str, launch: Launch, arch: int) -> Compiled:
     )
 
 
+def _compile_named(name: str, arch: int) -> Compiled:
+    launch = next(case.launch for case in launches(arch) if case.name == name)
+    return compile_for(name, launch, arch)
+
+
 def _source(launch: Launch) -> ASTSource:
     """What Triton's own launcher would compile for these arguments: types, alignments, ones and Nones."""
     signature: dict[str, str] = {}
@@ -126,13 +134,16 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--all", action="store_true", help="every shape for every architecture")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    rows = [
-        compile_for(case.name, case.launch, arch)
+    wanted = [
+        (case.name, arch)
         for arch in options.arch
         for case in launches(arch)
         if options.only in case.name and (options.all or arch in case.archs)
     ]
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        rows = list(pool.map(_compile_named, *zip(*wanted, strict=True))) if wanted else []
     print(json.dumps([asdict(row) for row in rows]) if options.json else table(rows))
     return 0
 

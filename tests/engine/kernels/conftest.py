@@ -1,13 +1,11 @@
-"""Kernels run in Triton's interpreter here, unless a GPU is at hand.
+"""Kernels run in Triton's interpreter here, unless a GPU is at hand (see tests/conftest.py).
 
-What a decorated function becomes is settled when its module is imported, so the choice is made before any
-test of this folder is. Without triton the tests are skipped, with the reason.
+What a decorated function becomes is settled when triton and its module are imported. Without triton these
+tests are not collected, and test_availability.py says so.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -19,17 +17,14 @@ ON_GPU = torch.cuda.is_available()
 
 collect_ignore_glob: list[str] = []
 if not HAS_TRITON:
-    collect_ignore_glob.append("test_[!a]*.py")  # test_availability.py says so
-elif not ON_GPU:
-    if "triton" in sys.modules:
-        raise RuntimeError(f"triton was imported before {SWITCH} could be set; look for who imported it")
-    os.environ[SWITCH] = "1"
-    import triton  # noqa: F401
+    collect_ignore_glob.append("test_[!a]*.py")
+else:
+    from engine.kernels.launch import INTERPRETED
 
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Processes that other tests start shall not interpret: the kernels were imported by now."""
-    os.environ.pop(SWITCH, None)
+    if INTERPRETED == ON_GPU:
+        raise RuntimeError(
+            f"kernels are {'' if ON_GPU else 'not '}interpreted here: set {SWITCH}={1 - ON_GPU}"
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ class Case:
     launch: Launch
     has_dot: bool = False
     wide_loads: bool = True
-    archs: tuple[int, ...] = (90,)
+    archs: tuple[int, ...] = (90,)  # what it is compiled for, unless every shape is asked for
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,17 @@ def _elementwise(model: Sizes) -> Iterator[Case]:
     weight, scale = _empty(model.hidden), _empty(TOKENS, dtype=torch.float32)
     codes = _empty(TOKENS, model.hidden, dtype=torch.uint8)
     yield Case(f"add_rmsnorm bf16 {model.name}", add_rmsnorm(x, residual, weight, 1e-5, y))
-    yield Case(
-        f"add_rmsnorm e4m3 {model.name}", add_rmsnorm(x, residual, weight, 1e-5, codes, scale), archs=EVERY
-    )
+    large = model is MODELS[0]
+    quantizing = add_rmsnorm(x, residual, weight, 1e-5, codes, scale)
+    yield Case(f"add_rmsnorm e4m3 {model.name}", quantizing, archs=(80, 90) if large else ())
     gate_up, y = _empty(TOKENS, 2 * model.intermediate), _empty(TOKENS, model.intermediate)
     codes = _empty(TOKENS, model.intermediate, dtype=torch.uint8)
-    yield Case(f"silu_mul bf16 {model.name}", silu_mul(gate_up, y))
-    yield Case(f"silu_mul e4m3 {model.name}", silu_mul(gate_up, codes, scale), archs=EVERY)
-    yield Case(f"quantize int8 {model.name}", quantize(y, codes.view(torch.int8), scale))
+    yield Case(f"silu_mul bf16 {model.name}", silu_mul(gate_up, y), archs=(90,) if large else ())
+    yield Case(
+        f"silu_mul e4m3 {model.name}", silu_mul(gate_up, codes, scale), archs=(89, 90) if large else (90,)
+    )
+    quantizing = quantize(y, codes.view(torch.int8), scale)
+    yield Case(f"quantize int8 {model.name}", quantizing, archs=(90,) if large else ())
 
 
 def _pool(model: Sizes, dtype: torch.dtype) -> Tensor:
@@ -101,7 +104,7 @@ def _qkv(model: Sizes) -> Iterator[Case]:
     yield Case(
         f"qkv e4m3 {model.name}",
         qk_norm_rope_kv_write(qkv, at, at, table, table, q, pool, pool, scales=(scale, scale)),
-        archs=(80, 90),
+        archs=(80, 90) if model is MODELS[0] else (),
     )
 
 
@@ -117,7 +120,7 @@ def _attention(model: Sizes, arch: int) -> Iterator[Case]:
     large = model is MODELS[0]
     for what, queries, block_size, storage, archs in (
         ("decode", 1, BLOCK_SIZE, torch.bfloat16, EVERY if large else (90,)),
-        ("decode", 1, 16, torch.bfloat16, (90,)),
+        ("decode", 1, 16, torch.bfloat16, (90,) if large else ()),
         ("decode", 1, BLOCK_SIZE, torch.uint8, EVERY if large else ()),
         ("decode", 1, BLOCK_SIZE, torch.int8, (90,) if large else ()),
         ("verify", 5, BLOCK_SIZE, torch.bfloat16, (80, 90) if large else (90,)),
@@ -135,7 +138,7 @@ def _attention(model: Sizes, arch: int) -> Iterator[Case]:
         kind = {torch.bfloat16: "bf16", torch.uint8: "e4m3", torch.int8: "int8"}[storage]
         name = f"attention {what} {kind} page {block_size} {model.name}"
         yield Case(name, attention, has_dot=True, archs=archs)
-    yield Case(f"attention combine {model.name}", rest[0])
+    yield Case(f"attention combine {model.name}", rest[0], archs=(90,) if large else ())
     if large:
         sizes = {"programs": 264, "kv_heads": 8, "block_q": 4, "block_n": 64, "window": 1024}
         yield Case("attention plan", plan_splits(cu, lengths, split_tiles, **sizes), wide_loads=False)
@@ -173,6 +176,8 @@ def _products() -> Iterator[Case]:
             x, y = _empty(rows, cols), _empty(rows, out)
             sums = _empty(4, rows, out, dtype=torch.float32)
             product, adding = gemm(x, weight, y, sums=sums)
-            yield Case(f"gemm int{bits} {rows} rows", product, has_dot=True, archs=(80, 90))
+            yield Case(
+                f"gemm int{bits} {rows} rows", product, has_dot=True, archs=(80, 90) if bits == 4 else (90,)
+            )
         yield Case(f"dequantize int{bits}", dequantize(weight, _empty(out, cols)), wide_loads=bits == 8)
     yield Case("gemm add splits", adding)
