@@ -14,8 +14,16 @@ from torch import Tensor
 
 from engine.kernels.launch import Launch
 
+MAX_SPLITS = 32
+GRID = 2048  # programs of a launch up to which room for more parts is kept; those without work cost time too
 MIN_SPLIT_TILES = 2  # fewer keys than two tiles are not worth a program and its part of the combination
 PLAN_ROWS = 256  # rows that the planning program looks at at once
+
+
+def most_splits(rows: int, kv_heads: int) -> int:
+    """Into how many parts a launch over ``rows`` rows may split one: a power of two, from the shape alone."""
+    room = GRID // max(1, rows * kv_heads)
+    return min(MAX_SPLITS, 1 << max(0, room.bit_length() - 1))
 
 
 @triton.jit

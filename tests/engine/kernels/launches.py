@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels.attention_parts import Parts
 from engine.kernels.attention_rows import plan_splits
 from engine.kernels.launch import Launch
-from engine.kernels.paged_attention import Parts, paged_attention, tiles_for
+from engine.kernels.paged_attention import paged_attention, tiles_for
 from engine.kernels.penalties import penalize
 from engine.kernels.qkv import qk_norm_rope_kv_write
 from engine.kernels.quantize import quantize

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.attention import Rows, get_backend
+from engine.kernels.attention_parts import Parts
 from engine.kernels.attention_rows import plan_splits
-from engine.kernels.paged_attention import Parts, paged_attention, tiles_for
+from engine.kernels.paged_attention import paged_attention, tiles_for
 from engine.kernels.qkv import qk_norm_rope_kv_write
 from engine.kv_cache import KVCache
 from engine.kv_scales import KVScales

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.attention_rows import plan_splits, reference_plan_splits
+from engine.kernels.attention_parts import Parts
+from engine.kernels.attention_rows import MAX_SPLITS, most_splits, plan_splits, reference_plan_splits
 from engine.kernels.codes import reference_decode
 from engine.kernels.paged_attention import (
-    Parts,
     Tiles,
     paged_attention,
     probe,
@@ -247,6 +247,10 @@ def test_the_plan_shares_work_evenly(window: int | None, programs: int) -> None:
     plan_splits(cu, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), split_tiles, **sizes).run()  # type: ignore[arg-type]
     expected = reference_plan_splits(new, lengths, **sizes)  # type: ignore[arg-type]
     assert split_tiles.item() == expected
+
+
+def test_room_for_parts_follows_from_the_shape_of_the_launch() -> None:
+    assert [most_splits(rows, 8) for rows in (0, 1, 8, 9, 64, 128, 1000)] == [MAX_SPLITS, 32, 32, 16, 4, 2, 1]
 
 
 @pytest.mark.parametrize("hopper", [False, True])
