@@ -15,7 +15,7 @@ from engine.kernels.launch import Launch, next_power_of_2
 from engine.kernels.uniform import uniform
 from engine.kernels.vocabulary import PIVOTS, cut, highest, kept_weights, place_in_block, total_from
 
-_BLOCK = 2048  # scores that a program looks at at once
+_BLOCK = 1024  # scores that a program looks at at once; twice as many spill registers
 NOT_FINITE = -1
 """The id of a row whose largest logit is not finite."""
 

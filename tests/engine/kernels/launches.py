@@ -153,7 +153,7 @@ def _sampling() -> Iterator[Case]:
     longs, cu = _empty(TOKENS, dtype=torch.int64), _empty(TOKENS + 1, dtype=torch.int32)
     chosen = sample(logits, floats, ints, floats, floats, longs, longs, longs, greedy_below=1e-5)
     yield Case("sample", chosen, archs=(80, 90))
-    yield Case("probabilities", probabilities(logits, floats, ints, floats, floats, out))
+    yield Case("probabilities", probabilities(logits, floats, ints, floats, floats, out), archs=(80, 90))
     finite = _empty(2 * TOKENS, dtype=torch.int8)
     judged = rejection_sample(
         logits, out, longs, cu, finite, longs, longs, ints, longs, accept=64, residual=65
