@@ -108,20 +108,26 @@ class KVCache:
         """How many blocks of storage ``dtype`` fit in ``budget_bytes``; 0 if not even one does."""
         return max(0, budget_bytes) // kv_bytes_per_block(spec, block_size, dtype)
 
-    def store(self, layer: int, slots: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def store(
+        self, layer: int, slots: Tensor, qkv: Tensor, *, scaled: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Write the keys and values of new tokens to their slots.
 
         qkv: [tokens, heads + 2 * kv_heads, head_dim], which is not changed. Returns the queries in
-        ``compute_dtype``, as attention wants them, and keys and values as they are stored (see `read`).
+        ``compute_dtype``, as attention wants them (``scaled``: times the scale of quantized keys), and keys
+        and values as they are stored (see `read`).
         """
         kv_heads = self.k[layer].shape[1]
         heads = qkv.shape[1] - 2 * kv_heads
         if self.quantizer is None:
             qkv = qkv.to(self.dtype)
             q, new = qkv[:, :heads], qkv[:, heads:]
+        elif scaled:
+            both = qkv * self.quantizer.before[layer]
+            q, new = both[:, :heads].to(self.compute_dtype), self.quantizer.encode(both[:, heads:])
         else:
-            scaled = qkv * self.quantizer.before[layer]
-            q, new = scaled[:, :heads].to(self.compute_dtype), self.quantizer.encode(scaled[:, heads:])
+            q = qkv[:, :heads].to(self.compute_dtype)
+            new = self.quantizer.encode(qkv[:, heads:] * self.quantizer.before[layer, heads:])
         k, v = new[:, :kv_heads], new[:, kv_heads:]
         self.k[layer].index_copy_(0, slots, k)
         self.v[layer].index_copy_(0, slots, v)

@@ -26,13 +26,16 @@ class KVQuantizer:
     """Quantization of one pool.
 
     ``before[layer]`` [heads + 2 * kv_heads, 1] is what queries, keys and values are multiplied by before they
-    are used or stored, ``after[layer]`` [heads, 1] what attention's output is.
+    are used or stored, ``after[layer]`` [heads, 1] what attention's output is. ``k_scale``, ``v_scale``: the
+    scales themselves, float32 [layers, kv_heads], for whoever reads the codes in another way.
     """
 
     storage: torch.dtype
     compute: torch.dtype
     before: Tensor
     after: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
 
     @classmethod
     def of(
@@ -43,7 +46,7 @@ class KVQuantizer:
         k, v = scales.k.to(device), scales.v.to(device)
         before = torch.cat(((k * gain).repeat_interleave(group, dim=1), 1 / k, 1 / v), dim=1)
         after = (v * gain).repeat_interleave(group, dim=1)
-        return cls(storage, compute, before.unsqueeze(-1), after.unsqueeze(-1))
+        return cls(storage, compute, before.unsqueeze(-1), after.unsqueeze(-1), k, v)
 
     def encode(self, scaled: Tensor) -> Tensor:
         """Numbers of ``scaled`` (float32, overwritten) as they are stored: int8, or the bytes of e4m3."""

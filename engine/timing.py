@@ -46,9 +46,10 @@ class Timer:
 class Part(IntEnum):
     """What a stretch of the forward pass is spent on.
 
-    ATTENTION: writing keys and values and attending, what quantization of the cache costs included. LINEAR:
-    the projections and the feed-forward layers. HEAD: the last norm and the product with the vocabulary.
-    OTHER: embedding, norms between layers, rotations.
+    ATTENTION: from the product of queries, keys and values to what attention returns: norms of heads,
+    rotation, writing to the cache, attending, what quantization of the cache costs included. LINEAR: the
+    projections and the feed-forward layers. HEAD: the last norm and the product with the vocabulary. OTHER:
+    embedding, additions and norms between layers.
     """
 
     OTHER = 0

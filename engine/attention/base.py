@@ -44,15 +44,30 @@ class Rows:
         return self.num_computed + self.num_new
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """In what form a plan wants the queries, keys and values of its step.
+
+    ``scaled``: queries come multiplied by the scale of quantized keys, and what is returned has yet to be
+    multiplied by that of the values (`KVCache.store`, `KVCache.finish`). Otherwise the plan does both itself.
+    ``new``: it reads the step's new keys and values from what `attend` is given. Otherwise they may be None.
+    """
+
+    scaled: bool = True
+    new: bool = True
+
+
 class AttentionPlan(Protocol):
     """What a backend prepared for one step."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    needs: Needs
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attention of one layer, whose new keys and values are in the pool already.
 
         q: [tokens, heads, head_dim] in the pool's ``compute_dtype``. k, v: the step's new keys and values as
-        they are stored, [tokens, kv_heads, head_dim] (see `KVCache.read`). Returns [tokens, heads * head_dim]
-        in ``compute_dtype``.
+        they are stored, [tokens, kv_heads, head_dim] (see `KVCache.read`), if they are needed. Returns
+        [tokens, heads * head_dim] in ``compute_dtype``.
         """
         ...
 

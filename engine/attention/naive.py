@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionPlan, Rows, ToDevice
+from engine.attention.base import AttentionPlan, Needs, Rows, ToDevice
 from engine.kv_cache import KVCache
 from engine.models.spec import ModelSpec
 
@@ -51,13 +51,15 @@ def _plan_row(rows: Rows, r: int, window: int | None, kv: KVCache, to_device: To
 
 
 class _NaivePlan:
+    needs = Needs(new=False)
+
     def __init__(self, per_window: dict[int | None, list[_Row]], kv: KVCache, spec: ModelSpec) -> None:
         self.rows = per_window
         self.kv = kv
         self.windows = spec.layer_windows
         self.group = spec.num_heads // spec.num_kv_heads
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         out = torch.empty_like(q)
         window = self.windows[layer]
         for row in self.rows[window]:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import MAX_SHORT, AttentionPlan, Ints, Rows, ToDevice
+from engine.attention.base import MAX_SHORT, AttentionPlan, Ints, Needs, Rows, ToDevice
 from engine.kv_cache import KVCache
 from engine.models.spec import ModelSpec
 
@@ -149,6 +149,8 @@ class _SdpaPlan:
         spec: ModelSpec,
     ) -> None:
         self.parts = [per_window[window] for window in spec.layer_windows]
+        from_step = any(chunk.gathered is None for _, chunks in self.parts for chunk in chunks)
+        self.needs = Needs(new=from_step)
         # The pool by blocks: what is gathered is whole blocks, long runs of memory.
         self.kv = kv
         self.k, self.v = kv.paged[: spec.num_layers], kv.paged[spec.num_layers :]
@@ -156,7 +158,7 @@ class _SdpaPlan:
         self.group = spec.num_heads // spec.num_kv_heads
         self.head_dim = spec.head_dim
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         buckets, chunks = self.parts[layer]
         parts = [self._together(layer, q, bucket) for bucket in buckets]
         for chunk in chunks:
@@ -178,8 +180,12 @@ class _SdpaPlan:
         by_token = out.view(rows, self.kv_heads, new, self.group, self.head_dim).transpose(1, 2)
         return by_token.reshape(tokens, -1)
 
-    def _several(self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _Chunk) -> list[Tensor]:
+    def _several(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, chunk: _Chunk
+    ) -> list[Tensor]:
         if chunk.gathered is None:
+            assert k is not None  # as `needs` says
+            assert v is not None
             keys, values = (self.kv.read(new[chunk.first : chunk.last]) for new in (k, v))
             keys, values = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
         else:

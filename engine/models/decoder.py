@@ -15,9 +15,9 @@ from engine.attention import AttentionPlan
 from engine.kv_cache import KVCache
 from engine.layers.linear import LinearLayer
 from engine.layers.mlp import GatedMLP
-from engine.layers.norm import head_rms_norm, rms_norm
-from engine.layers.rope import RotaryTable, rotate_
+from engine.layers.rope import RotaryTable
 from engine.models.linears import HEAD, PARTS, LinearMaker, LinearTable, Place, WeightStore
+from engine.ops.plain import PLAIN
 from engine.timing import Part, PartTimer, no_mark
 
 
@@ -53,6 +53,7 @@ class Decoder:
         self.norm = store("norm").to(self.activation_dtype)
         self.head = maker.as_loaded(HEAD)
         self.rotary = RotaryTable(spec.rope, max_len, store.device)
+        self.ops = PLAIN
         self.finite: Tensor | None = None  # whether each of the last pass's tokens was, [tokens]
         self.timer: PartTimer | None = None  # times the parts of each forward pass while it is there
 
@@ -115,35 +116,38 @@ class Decoder:
         Returns float32 logits [rows, vocab_size] of the tokens in ``logit_rows`` (None: of every token).
         """
         spec, eps = self.spec, self.spec.rms_norm_eps
-        rotated = spec.num_heads + spec.num_kv_heads
+        all_heads = spec.num_heads + 2 * spec.num_kv_heads
+        norm, gate, scaled = self.ops.norm, self.ops.gate, attention.needs.scaled
         mark = no_mark if self.timer is None else self.timer.begin()
         x = F.embedding(ids, self.embed).to(self.activation_dtype)  # new memory, which the layers add to
-        cos, sin = self.rotary.at(positions, self.activation_dtype)
+        store = self.ops.store.begin(
+            self.rotary, positions, slots, kv, attention.needs, self.activation_dtype
+        )
+        delta: Tensor | None = None  # what the norm that comes next adds to x
         for i, layer in enumerate(self.layers):
-            normed = rms_norm(x, layer.input_norm, eps)
+            normed = norm(x, delta, layer.input_norm, eps)
             mark(Part.OTHER)
-            qkv = layer.qkv(normed).view(-1, rotated + spec.num_kv_heads, spec.head_dim)
+            qkv = layer.qkv(normed).view(-1, all_heads, spec.head_dim)
             mark(Part.LINEAR)
-            qk = qkv[:, :rotated]
-            if layer.head_norm is not None:
-                qk.copy_(head_rms_norm(qk, layer.head_norm, eps))
-            rotate_(qk, cos, sin)
-            mark(Part.OTHER)
-            q, k, v = kv.store(i, slots, qkv)
-            attended = kv.finish(i, attention.attend(i, q, k, v))
+            q, k, v = store(i, qkv, layer.head_norm, eps)
+            attended = attention.attend(i, q, k, v)
+            if scaled:
+                attended = kv.finish(i, attended)
             mark(Part.ATTENTION)
-            x += layer.out(attended)
+            delta = layer.out(attended)
             mark(Part.LINEAR)
-            normed = rms_norm(x, layer.post_norm, eps)
+            normed = norm(x, delta, layer.post_norm, eps)
             mark(Part.OTHER)
-            x += layer.mlp(normed)
+            delta = gate(layer.mlp, normed)
             mark(Part.LINEAR)
+        if delta is not None:
+            x += delta
         # Of every token, not only where logits are wanted: later ones need not show it, behind 8 bits or a
         # window, and a request may lose its blocks to others before it is asked for logits.
         self.finite = x.isfinite().all(dim=-1)
         if logit_rows is not None:
             x = x.index_select(0, logit_rows)
-        logits = self.head(rms_norm(x, self.norm, eps))
+        logits = self.head(norm(x, None, self.norm, eps))
         mark(Part.HEAD)
         return logits
 

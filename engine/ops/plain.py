@@ -1,0 +1,67 @@
+"""The parts of a decoder as torch computes them, one operation after the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import Needs
+from engine.kv_cache import KVCache
+from engine.layers.mlp import GatedMLP
+from engine.layers.norm import head_rms_norm, rms_norm
+from engine.layers.rope import RotaryTable, rotate_
+from engine.ops.base import Ops, StoreStep
+
+NAME = "torch"
+
+
+class TorchAddNorm:
+    """See `engine.ops.base.AddNorm`."""
+
+    name = NAME
+
+    def __call__(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        if delta is not None:
+            x += delta
+        return rms_norm(x, weight, eps)
+
+
+class TorchStoreQKV:
+    """See `engine.ops.base.StoreQKV`."""
+
+    name = NAME
+
+    def begin(
+        self,
+        rotary: RotaryTable,
+        positions: Tensor,
+        slots: Tensor,
+        kv: KVCache,
+        needs: Needs,
+        dtype: torch.dtype,
+    ) -> StoreStep:
+        cos, sin = rotary.at(positions, dtype)
+        kv_heads = kv.k[0].shape[1]
+
+        def store(
+            layer: int, qkv: Tensor, head_norm: Tensor | None, eps: float
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            qk = qkv[:, :-kv_heads]
+            if head_norm is not None:
+                qk.copy_(head_rms_norm(qk, head_norm, eps))
+            rotate_(qk, cos, sin)
+            return kv.store(layer, slots, qkv, scaled=needs.scaled)
+
+        return store
+
+
+class TorchGate:
+    """See `engine.ops.base.Gate`."""
+
+    name = NAME
+
+    def __call__(self, mlp: GatedMLP, x: Tensor) -> Tensor:
+        return mlp(x)
+
+
+PLAIN = Ops(TorchAddNorm(), TorchStoreQKV(), TorchGate())
