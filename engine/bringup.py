@@ -21,6 +21,7 @@ from engine.lifetime import ExitCode
 from engine.loop import EngineCore, Event
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
+from engine.ops.choice import reasons
 from engine.text import Tokenizer
 from ipc import codec
 
@@ -70,6 +71,7 @@ def bring_up(
         attention=usable,
         quantization=loaded.info.quantization,
         draft_model="" if config.draft_model is None else str(config.draft_model),
+        reasons=reasons(loaded.spec, device, dtype),
     )
     knobs = KnobStore(context, config.knobs)
     progress("allocating the KV pool", 0, 0)

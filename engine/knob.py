@@ -16,6 +16,8 @@ class KnobContext:
 
     device: Literal["cpu", "cuda"] = "cpu"
     attention: Sequence[str] = ("naive", "sdpa")  # back ends that can run here
+    # Why others cannot: of a knob by its id, of a choice by ``id=choice``.
+    reasons: Mapping[str, str] = field(default_factory=dict)
     draft_model: str = ""  # what --draft-model names
     quantization: str = ""  # how the model's weights are quantized as they were loaded, "" if they are not
 
@@ -26,7 +28,8 @@ class Knob:
 
     ``requires`` names the knobs, and the value of each (or several: ``a or b``), without which this one has
     no effect; it is told, not enforced, so that each knob can be flipped alone. ``reason`` set means not
-    available anywhere. ``choice_reason`` says for each choice why it cannot run here, or "" if it can.
+    available anywhere, ``reasons`` of the context under this id that it is not available here.
+    ``choice_reason`` says for each choice why it cannot run here, or "" if it can.
     """
 
     id: str
@@ -45,6 +48,10 @@ class Knob:
     reason: str = ""
     choice_reason: Callable[[str, KnobContext], str] | None = None
 
+    def unavailable(self, context: KnobContext) -> str:
+        """Why the knob can only stay at its default here, or "" if it can be used."""
+        return self.reason or context.reasons.get(self.id, "")
+
     def refused_choices(self, context: KnobContext) -> dict[str, str]:
         """Choices that cannot run here and why."""
         if self.choice_reason is None:
@@ -54,8 +61,8 @@ class Knob:
 
     def why_not(self, value: object, context: KnobContext) -> str:
         """Why this value cannot be taken, or "" if it can. Says the value and what is allowed."""
-        if self.reason:
-            return f"{self.id} is not available: {self.reason}"
+        if reason := self.unavailable(context):
+            return f"{self.id} is not available: {reason}"
         if self.type == "bool":
             return "" if isinstance(value, bool) else f"{value!r} is not true or false"
         if self.type == "choice":
@@ -92,8 +99,8 @@ class Knob:
             minimum=self.minimum,
             maximum=self.maximum,
             requires=dict(self.requires),
-            available=not self.reason,
-            reason=self.reason,
+            available=not self.unavailable(context),
+            reason=self.unavailable(context),
             choice_reasons=self.refused_choices(context),
         )
 

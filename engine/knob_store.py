@@ -70,7 +70,7 @@ class KnobStore:
             knob = BY_ID.get(key)
             if knob is None:
                 refused[key] = f"there is no knob {key!r}"
-            elif knob.reason and value == knob.default:
+            elif knob.unavailable(self.context) and value == knob.default:
                 continue  # saying that what is not there stays off changes nothing
             elif why := knob.why_not(value, self.context):
                 refused[key] = why

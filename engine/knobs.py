@@ -22,7 +22,9 @@ MAX_SEQS = 1024  # most requests that may run at once, so the runner's slots are
 def _attention_reason(choice: str, context: KnobContext) -> str:
     if choice in context.attention:
         return ""
-    return NOT_BUILT if choice in ("paged", "flash_attn") else f"cannot run on {context.device}"
+    if choice in ("paged", "flash_attn"):
+        return NOT_BUILT
+    return context.reasons.get(f"attention={choice}", f"cannot run on {context.device}")
 
 
 def _weight_reason(choice: str, context: KnobContext) -> str:
@@ -312,16 +314,33 @@ _KERNELS = (
         choice_reason=_attention_reason,
         help="The implementation of attention. Naive is the plain reference; sdpa uses torch's fused one.",
     ),
-    _later("fused_norm", "kernels", "Fused norm", "Residual add and RMSNorm in one kernel.", "bool", False),
-    _later(
-        "fused_rope_kv",
-        "kernels",
-        "Fused RoPE and KV write",
-        "Rotary embedding and the KV write in one kernel.",
-        "bool",
-        False,
+    Knob(
+        id="fused_norm",
+        group="kernels",
+        title="Fused norm",
+        type="bool",
+        default=False,
+        help="The residual addition and the norm behind it run as one kernel, which reads and writes each "
+        "number once. In 16 bits results differ by rounding, as between implementations of attention.",
     ),
-    _later("fused_mlp", "kernels", "Fused MLP", "Gate, SiLU and product in one kernel.", "bool", False),
+    Knob(
+        id="fused_rope_kv",
+        group="kernels",
+        title="Fused RoPE and KV write",
+        type="bool",
+        default=False,
+        help="The norm of query and key heads, the rotary embedding, and the write of keys and values to the "
+        "cache, quantization included, run as one kernel. In 16 bits results differ by rounding.",
+    ),
+    Knob(
+        id="fused_mlp",
+        group="kernels",
+        title="Fused MLP",
+        type="bool",
+        default=False,
+        help="The activation of the feed-forward layers, SiLU of the gate times the other half, runs as one "
+        "kernel between the two matrix products. In 16 bits results differ by rounding.",
+    ),
     _later("fused_sampling", "kernels", "Fused sampling", "Filters and draw in one kernel.", "bool", False),
     _later(
         "cuda_graphs",

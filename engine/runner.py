@@ -7,7 +7,7 @@ before it is computed by another thread. `ModelRunner.compute` does the rest, on
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +30,9 @@ from engine.models.linears import LinearMaker, Place, WeightStore
 from engine.models.loader import LoadedModel
 from engine.models.reading import Progress
 from engine.models.spec import ModelSpec
+from engine.ops.base import Ops
+from engine.ops.choice import kernels as kernels_of
+from engine.ops.choice import make_ops
 from engine.plan import Arena, Copy
 from engine.speculation.verify import DraftSampler
 from engine.step import Prepared, StepOutput
@@ -271,6 +274,18 @@ class ModelRunner:
         """Change the attention backend from the next step on. ValueError with the reason if it cannot run."""
         self._attention = self._backend(name)
 
+    @property
+    def ops(self) -> Ops:
+        """The parts of the decoder that can be fused, as steps run with them."""
+        return self.decoder.ops
+
+    def set_fused(self, wanted: Mapping[str, bool]) -> None:
+        """Fuse these parts of the decoder from the next step on, by the ids of their knobs.
+
+        ValueError with the reason for one that cannot run here.
+        """
+        self.decoder.ops = make_ops(wanted, self.spec, self.device, self.decoder.activation_dtype)
+
     def release(self, slot: int) -> None:
         """Forget what is kept for a slot. Call it when a request leaves its slot, finished or preempted."""
         self.sampler.release(slot)
@@ -393,8 +408,10 @@ class ModelRunner:
         return self.kv
 
     def _kernels(self, linear: str) -> str:
-        act = str(self.decoder.activation_dtype).removeprefix("torch.")
-        return f"{linear},activations={act}"[:MAX_KERNELS_CHARS]
+        rest = ",activations=" + str(self.decoder.activation_dtype).removeprefix("torch.")
+        if fused := kernels_of(self.ops):
+            rest += f",{fused}"
+        return linear[: MAX_KERNELS_CHARS - len(rest)] + rest
 
     def _backend(self, name: str) -> AttentionBackend:
         reason = probe(name, self.spec, self.device, self.dtype)

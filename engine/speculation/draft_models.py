@@ -244,6 +244,12 @@ class DraftModels:
         )
         return drafter
 
+    def set_fused(self, wanted: Mapping[str, bool]) -> None:
+        """Fuse parts of the decoder that drafts, if there is one. See `RoundDrafter.set_fused`."""
+        drafter = None if self._drafter is None else self._drafter()
+        if drafter is not None:
+            drafter.set_fused(wanted)
+
     def keep_only(self, wanted: DraftWeights | None) -> None:
         """Give back weights that these are not."""
         if self._held is not None and wanted != self._held.of:

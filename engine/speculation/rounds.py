@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,6 +15,7 @@ from engine.batch import BatchBuilder, RowRequest, TextRow
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
+from engine.ops.choice import make_ops, probe
 from engine.speculation.base import Draft
 from engine.speculation.proposals import ProposalSampler
 from engine.speculation.rows import DraftRow
@@ -87,6 +88,15 @@ class RoundDrafter(ABC):
         """Forget a slot."""
         self._builder.release(slot)
         self._sampler.release(slot)
+
+    def set_fused(self, wanted: Mapping[str, bool]) -> None:
+        """Fuse those parts of the decoder (`engine.ops.choice.FUSED`) that can serve it: what is asked for is
+        meant for the target, whose sizes may be others.
+        """
+        decoder = self._decoder
+        where = decoder.spec, decoder.device, decoder.activation_dtype
+        can = {knob: on and probe(knob, *where) is None for knob, on in wanted.items()}
+        decoder.ops = make_ops(can, *where)
 
     def close(self) -> None:  # noqa: B027 - one without a pool of its own has nothing to give back
         """Give back what it holds, whoever may still know of it. It must not be asked any more."""

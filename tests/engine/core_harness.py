@@ -18,6 +18,7 @@ from engine.knob import KnobContext
 from engine.knob_store import KnobStore
 from engine.loop import BlockView, EngineCore, Event
 from engine.models.loader import LoadedModel, load_model
+from engine.ops.choice import reasons
 from engine.request import Request
 from engine.speculation.base import Drafter
 from ipc import codec
@@ -53,6 +54,11 @@ def tiny_folder(architecture: str, seed: int = 0, **changes: Any) -> Path:
 @functools.cache
 def load(path: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return load_model(path, dtype=dtype, device=torch.device("cpu"), progress=lambda *_: None)
+
+
+def cannot_run(loaded: LoadedModel) -> dict[str, str]:
+    """Knobs that cannot be used with this model on the CPU of this machine, and why."""
+    return reasons(loaded.spec, torch.device("cpu"), loaded.weights["embed"].dtype)
 
 
 @dataclass
@@ -132,7 +138,9 @@ class Engine:
             stall_after_s=stall_after_s,
             knobs=knobs,
         )
-        context = KnobContext(draft_model="" if draft_model is None else str(draft_model))
+        context = KnobContext(
+            draft_model="" if draft_model is None else str(draft_model), reasons=cannot_run(loaded)
+        )
         clock: dict[str, Any] = {} if clock_ns is None else {"clock_ns": clock_ns}
         self.core = EngineCore(loaded, config, KnobStore(context, knobs), self.heard.sink, **clock)
         if drafter is not None:

@@ -23,6 +23,7 @@ from engine.knob_store import KnobStore, PatchRefused
 from engine.knobs import BY_ID
 from engine.loop import BlockView, EngineCore, Event, RequestRefused
 from engine.models.loader import LoadedModel
+from engine.ops.choice import FUSED
 from engine.request import Request
 from ipc import codec
 from ipc.messages import (
@@ -37,6 +38,7 @@ from ipc.messages import (
     StepRows,
     Tokens,
 )
+from tests.engine.core_harness import cannot_run
 
 SWAP_SPACE: dict[str, KnobValue] = {"swap_space_gib": 0.001}  # 1 GiB of tiny blocks is four million to check
 FIRST_RID = 4 << 50  # no time, token or size is as great: a container that holds one is keyed by request
@@ -70,6 +72,7 @@ FLIPS: dict[str, tuple[KnobValue, ...]] = {
     "batched_detokenize": (False, True),
     "result_cache": (False, True),
     "forward_timing": (False, True),
+    **dict.fromkeys(FUSED, (False, True)),
 }
 MAX_AGEING_S = 0.5
 # Who came so many steps later is behind in the order for good, whatever the priorities; the rest is for
@@ -116,10 +119,11 @@ class Soak:
             model=Path(loaded.info.path), kv_pool_bytes=pool_tokens * per_token, check=True, stall_after_s=1e6
         )
         clock: dict[str, Any] = {} if real_time else {"clock_ns": self.clock_ns}
-        knobs = KnobStore(KnobContext(), SWAP_SPACE)
+        cannot = cannot_run(loaded)
+        knobs = KnobStore(KnobContext(reasons=cannot), SWAP_SPACE)
         self.core = EngineCore(loaded, config, knobs, self.sink, **clock)
         self.core._rids = count(FIRST_RID)
-        self.flips = {knob: values for knob, values in FLIPS.items() if not BY_ID[knob].reason}
+        self.flips = {knob: values for knob, values in FLIPS.items() if knob not in cannot}
         self.flips["kv_pool_gib"] = self._pools
         self._prefixes = [self._ids(n) for n in (8, 16, 24)]
         self._popular = [self._ids(n) for n in (3, 9)]  # asked for again and again, word for word

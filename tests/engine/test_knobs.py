@@ -21,6 +21,7 @@ LIVE = {
     "sliding_window", "batched_tokenize", "batched_detokenize", "result_cache", "forward_timing",
     "weight_dtype", "int4_method", "high_precision",
     "speculation", "spec_tokens", "spec_adaptive", "spec_self_dtype", "spec_sampling",
+    "fused_norm", "fused_rope_kv", "fused_mlp",
 }  # fmt: skip
 
 
@@ -72,6 +73,18 @@ def test_what_is_not_there_may_be_said_to_stay_off() -> None:
 def test_attention_that_cannot_run_here_says_where() -> None:
     store = KnobStore(KnobContext(attention=("naive",)), {"attention": "naive"})
     assert store.validate({"attention": "sdpa"}) == {"attention": "sdpa is not available: cannot run on cpu"}
+
+
+def test_a_knob_that_cannot_be_used_here_stays_off_with_the_reason() -> None:
+    """B05: it says why, refuses to be switched on, and may still be said to be off."""
+    store = KnobStore(KnobContext(reasons={"fused_norm": "there is no such kernel"}))
+    infos = {info.id: info for info in store.infos()}
+    assert not infos["fused_norm"].available
+    assert infos["fused_norm"].reason == "there is no such kernel"
+    assert infos["fused_mlp"].available
+    refused = store.validate({"fused_norm": True})
+    assert refused == {"fused_norm": "fused_norm is not available: there is no such kernel"}
+    assert store.validate({"fused_norm": False, "fused_mlp": True}) == {}
 
 
 def test_wrong_start_values_are_refused() -> None:

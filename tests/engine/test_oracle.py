@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from engine.knobs import KNOBS
+from engine.ops.choice import FUSED
 from ipc.messages import KnobValue, Sampling
-from tests.engine.core_harness import Engine
+from tests.engine.core_harness import Engine, cannot_run
 from tests.engine.oracle import MODELS, NEW_TOKENS, Expected, demo, draft_model, tiny, told
 
 # --- combinations --------------------------------------------------------------------------------
@@ -239,6 +240,7 @@ FLIPS: list[tuple[str, KnobValue, KnobValue]] = [
     ("batched_detokenize", False, True),
     ("result_cache", False, True),
     ("forward_timing", False, True),
+    *((knob, False, True) for knob in FUSED),
 ]
 BESIDE: dict[str, dict[str, KnobValue]] = {
     "batch_wait_ms": {"batching": "static"},
@@ -279,6 +281,8 @@ def test_flipped_while_running(architecture: str, knob: str, first: KnobValue, s
     """Each knob goes there and back while prompts and decodes are in flight, others are cancelled or end at
     stop strings, and a running request is preempted now and then."""
     expected = tiny(architecture)
+    if reason := cannot_run(expected.loaded).get(knob):
+        pytest.skip(reason)
     knobs: dict[str, Any] = {"prefill_chunk_tokens": 16, **BESIDE.get(knob, {}), knob: first}
     engine = Engine(expected.loaded, drafter=told(expected), **knobs)
     core, rng = engine.core, random.Random(knob)

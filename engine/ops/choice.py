@@ -1,0 +1,79 @@
+"""Which implementation of each part a decoder runs with: torch's, or the fused one of its device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from engine.models.spec import ModelSpec
+from engine.ops import triton_ops
+from engine.ops.base import AddNorm, Gate, Ops, StoreQKV
+from engine.ops.plain import PLAIN
+
+FUSED = ("fused_norm", "fused_rope_kv", "fused_mlp")
+"""The knobs that each fuse one part."""
+
+
+class Source(Protocol):
+    """A module with fused parts."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    def probe(self, knob: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None: ...
+    def add_norm(self) -> AddNorm: ...
+    def store_qkv(self) -> StoreQKV: ...
+    def gate(self) -> Gate: ...
+
+
+def sources(device: torch.device) -> tuple[Source, ...]:
+    """Where fused parts for a device can come from, what is preferred first."""
+    return (triton_ops,) if device.type == "cuda" else ()
+
+
+def probe(knob: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the part behind a knob cannot be fused here, or None. ``dtype``: of the activations."""
+    found = _find(knob, spec, device, dtype)
+    return found if isinstance(found, str) else None
+
+
+def reasons(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Why each knob of `FUSED` cannot be switched on here, without those that can."""
+    found = {knob: probe(knob, spec, device, dtype) for knob in FUSED}
+    return {knob: reason for knob, reason in found.items() if reason is not None}
+
+
+def make_ops(wanted: Mapping[str, bool], spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Ops:
+    """The parts for values of the knobs of `FUSED`. ValueError with the reason for one that cannot run."""
+    found: dict[str, Source] = {}
+    for knob in FUSED:
+        if wanted.get(knob):
+            source = _find(knob, spec, device, dtype)
+            if isinstance(source, str):
+                raise ValueError(f"{knob} cannot be switched on: {source}")
+            found[knob] = source
+    norm, store, gate = map(found.get, FUSED)
+    return Ops(
+        norm=PLAIN.norm if norm is None else norm.add_norm(),
+        store=PLAIN.store if store is None else store.store_qkv(),
+        gate=PLAIN.gate if gate is None else gate.gate(),
+    )
+
+
+def kernels(ops: Ops) -> str:
+    """What runs where it is not torch: ``norm=triton,rope_kv=triton,mlp=triton``, or ""."""
+    names = {"norm": ops.norm.name, "rope_kv": ops.store.name, "mlp": ops.gate.name}
+    return ",".join(f"{part}={name}" for part, name in names.items() if name != PLAIN.norm.name)
+
+
+def _find(knob: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Source | str:
+    """The first source that can serve a knob, or why the preferred one cannot."""
+    why = [f"there are no fused kernels for {device.type}"]
+    for source in sources(device):
+        reason = source.probe(knob, spec, device, dtype)
+        if reason is None:
+            return source
+        why.insert(-1, reason)
+    return why[0]
