@@ -6,6 +6,7 @@ Sources: repetition, arXiv 1909.05858; presence and frequency as OpenAI's API de
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +42,26 @@ def has_penalty(s: Sampling) -> bool:
     return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
 
 
+Numbers = np.ndarray[tuple[int], np.dtype[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrences:
+    """The distinct tokens that occurred in some rows of scores, and how each row is penalized.
+
+    Row rows[i] has the next sizes[i] of ``tokens`` (int64), each of which ``counts`` (float32) says how often
+    it is in the output. repetition, presence, frequency: float32, one number for each of ``rows``.
+    """
+
+    rows: list[int]
+    sizes: np.ndarray[tuple[int], np.dtype[np.int64]]
+    tokens: np.ndarray[tuple[int], np.dtype[np.int64]]
+    counts: Numbers
+    repetition: Numbers
+    presence: Numbers
+    frequency: Numbers
+
+
 class Penalties:
     """The tokens of each penalized request, by slot, brought up to date as the request grows."""
 
@@ -55,35 +76,25 @@ class Penalties:
         """Forget all slots."""
         self._seen.clear()
 
-    def apply(self, scores: Tensor, requests: Sequence[SampledRequest]) -> bool:
-        """Change scores [rows, vocab_size] in place, row i for requests[i]. Whether there was anything to do.
-
-        A repetition penalty r divides positive scores by r and multiplies others, for every token of prompt
-        or output. Then presence is taken off once for each token of the output, and frequency as often as it
-        occurred there.
-        """
+    def of(self, requests: Sequence[SampledRequest]) -> Occurrences | None:
+        """What is penalized in rows of scores, row i for requests[i]; None if nothing is."""
         rows = [i for i, request in enumerate(requests) if has_penalty(request.sampling)]
         if not rows:
-            return False
+            return None
         seen = [self._of(requests[i]) for i in rows]
-        sizes = np.array([len(s.ids) for s in seen])
-        count = np.concatenate([np.array(s.in_output, dtype=np.float32) for s in seen])
 
-        def each(name: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-            values = np.array([getattr(requests[i].sampling, name) for i in rows], dtype=np.float32)
-            return np.repeat(values, sizes)
+        def each(name: str) -> Numbers:
+            return np.array([getattr(requests[i].sampling, name) for i in rows], dtype=np.float32)
 
-        taken_off = each("frequency_penalty") * count + each("presence_penalty") * (count > 0)
-        device = scores.device
-        row_of = torch.from_numpy(np.repeat(np.array(rows), sizes)).to(device)
-        token_of = torch.from_numpy(np.concatenate([np.array(s.ids, dtype=np.int64) for s in seen])).to(
-            device
+        return Occurrences(
+            rows,
+            np.array([len(s.ids) for s in seen]),
+            np.concatenate([np.array(s.ids, dtype=np.int64) for s in seen]),
+            np.concatenate([np.array(s.in_output, dtype=np.float32) for s in seen]),
+            each("repetition_penalty"),
+            each("presence_penalty"),
+            each("frequency_penalty"),
         )
-        repetition = torch.from_numpy(each("repetition_penalty")).to(device)
-        values = scores[row_of, token_of]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        scores[row_of, token_of] = values - torch.from_numpy(taken_off).to(device)
-        return True
 
     def _of(self, request: SampledRequest) -> _Seen:
         seen = self._seen.get(request.slot)
@@ -92,6 +103,24 @@ class Penalties:
         seen.update(request.token_ids, request.num_prompt)
         # What is kept for the slot holds verified tokens only, so a rejected draft needs no undoing.
         return seen.with_drafted(request.drafted) if request.drafted else seen
+
+
+def penalize(scores: Tensor, found: Occurrences) -> None:
+    """Change scores [rows, vocab_size] in place.
+
+    A repetition penalty r divides positive scores by r and multiplies others, for every token of prompt or
+    output. Then presence is taken off once for each token of the output, and frequency as often as it
+    occurred there.
+    """
+    device, count = scores.device, found.counts
+    taken_off = np.repeat(found.frequency, found.sizes) * count
+    taken_off += np.repeat(found.presence, found.sizes) * (count > 0)
+    row_of = torch.from_numpy(np.repeat(np.array(found.rows), found.sizes)).to(device)
+    token_of = torch.from_numpy(found.tokens).to(device)
+    repetition = torch.from_numpy(np.repeat(found.repetition, found.sizes)).to(device)
+    values = scores[row_of, token_of]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    scores[row_of, token_of] = values - torch.from_numpy(taken_off).to(device)
 
 
 class _Seen:

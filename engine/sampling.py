@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.draw import draw_all, draw_top_k, max_of_rows
-from engine.penalties import Penalties, SampledRequest, has_penalty
+from engine.draw import U64s, draw_all, draw_top_k, max_of_rows
+from engine.penalties import Occurrences, Penalties, SampledRequest, has_penalty, penalize
 from ipc.messages import Sampling, TokenLogprob, TopLogprob
 
 GREEDY_BELOW = 1e-5
@@ -48,21 +49,57 @@ def is_greedy(sampling: Sampling) -> bool:
 def is_plain(request: SampledRequest) -> bool:
     """Whether a row needs the largest logit and nothing else."""
     s = request.sampling
-    return (
-        is_greedy(s)
-        and s.logprobs is None
-        and not has_penalty(s)
-        and request.num_tokens - request.num_prompt >= s.min_tokens
-    )
+    return is_greedy(s) and s.logprobs is None and not has_penalty(s) and not _is_short(request)
+
+
+def _is_short(request: SampledRequest) -> bool:
+    """Whether it has not reached its ``min_tokens``, so that it must not end yet."""
+    return request.num_tokens - request.num_prompt < request.sampling.min_tokens
+
+
+class FusedSampling(Protocol):
+    """Kernels that take the place of torch's operations on rows of scores."""
+
+    name: str
+
+    def choose(self, scores: Tensor, settings: Sequence[Sampling], seeds: U64s, positions: U64s) -> Tensor:
+        """Ids int64 [rows] from float32 scores [rows, vocab_size], -1 where the largest is not finite."""
+        ...
+
+    def penalize(self, scores: Tensor, found: Occurrences) -> None:
+        """Change scores in place as `engine.penalties.penalize` does."""
+        ...
+
+    def probabilities(self, scores: Tensor, settings: Sequence[Sampling]) -> Tensor:
+        """The distributions that rows which are not greedy are drawn from: float32 [rows, vocab_size]."""
+        ...
+
+    def reject(
+        self,
+        target: Tensor,
+        proposal: Tensor,
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        finite: Tensor,
+        seeds: U64s,
+        positions: U64s,
+    ) -> tuple[list[int], list[int]]:
+        """As `engine.speculation.rejection.reject`, with the seed and first position of each request."""
+        ...
 
 
 class Sampler:
-    """Chooses tokens. Keeps, for each slot whose request has penalties, how often each token occurred."""
+    """Chooses tokens. Keeps, for each slot whose request has penalties, how often each token occurred.
+
+    ``fused``: the kernels to choose with, None for torch's operations. Both draw from the same distributions
+    with the same random numbers, but may come to another token for one of them.
+    """
 
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.device = device
+        self.fused: FusedSampling | None = None
         self._penalties = Penalties()
         self._scratch = torch.empty(0, vocab_size, device=device)
 
@@ -79,6 +116,8 @@ class Sampler:
 
         The logits are not changed. The host waits for the device once, besides what top-p needs.
         """
+        if self.fused is not None:
+            return self._sample_fused(self.fused, logits, requests)
         best, ids = max_of_rows(logits)
         # The drawn ones first, so that what is done to them is done to a range of rows.
         special = [i for i, request in enumerate(requests) if not is_plain(request)]
@@ -89,13 +128,36 @@ class Sampler:
             ids.index_copy_(0, at, self._choose(logits, best, at, [requests[i] for i in some]))
         top = top_logprobs(logits, ids, requests) if special else None
         # Finite or not, and the ids, in one transfer: -1 marks a row whose logits were not finite.
-        host = torch.where(best.isfinite(), ids, -1).tolist()
-        bad = [token < 0 for token in host]
-        logprobs: list[TokenLogprob | None] = [None] * len(host)
-        if top is not None:
-            for i, found in top.to_host(host).items():
-                logprobs[i] = None if bad[i] else found
-        return Sampled([None if token < 0 else token for token in host], logprobs, bad)
+        return _sampled(torch.where(best.isfinite(), ids, -1).tolist(), top)
+
+    def _sample_fused(
+        self, fused: FusedSampling, logits: Tensor, requests: Sequence[SampledRequest]
+    ) -> Sampled:
+        """`sample` by kernels: one launch, and another for rows whose scores are changed before."""
+
+        def choose(scores: Tensor, rows: Sequence[SampledRequest]) -> Tensor:
+            seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+            positions = np.array([row.num_tokens for row in rows], dtype=np.uint64)
+            return fused.choose(scores, [row.sampling for row in rows], seeds, positions)
+
+        ids = choose(logits, requests)
+        changed = [i for i, row in enumerate(requests) if has_penalty(row.sampling) or _is_short(row)]
+        for first in range(0, len(changed), SCRATCH_ROWS):
+            some = changed[first : first + SCRATCH_ROWS]
+            rows, at = [requests[i] for i in some], torch.tensor(some, device=self.device)
+            scores = logits.index_select(0, at)
+            self._adjust(scores, rows)
+            ids[at] = torch.where(ids[at] < 0, -1, choose(scores, rows))
+        top = top_logprobs(logits, ids.clamp(min=0), requests)
+        return _sampled(ids.tolist(), top)
+
+    def _adjust(self, scores: Tensor, requests: Sequence[SampledRequest]) -> bool:
+        """Hide ends and penalize in rows of scores. Whether there was anything to do."""
+        changed = self._hide_ends(scores, requests)
+        found = self._penalties.of(requests)
+        if found is not None:
+            (penalize if self.fused is None else self.fused.penalize)(scores, found)
+        return changed or found is not None
 
     def _choose(self, logits: Tensor, best: Tensor, at: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
         """Ids [rows] of the rows ``at`` of logits, of which the drawn ones come first."""
@@ -105,8 +167,7 @@ class Sampler:
         torch.index_select(logits, 0, at, out=scores)
         # A row that is not finite gets some id, which nobody will see.
         scores.masked_fill_(~best[at].isfinite().unsqueeze(1), 0.0)
-        changed = self._hide_ends(scores, requests)
-        changed |= self._penalties.apply(scores, requests)
+        changed = self._adjust(scores, requests)
         drawn = sum(not is_greedy(request.sampling) for request in requests)
         if not changed and not drawn:
             return max_of_rows(scores)[1]
@@ -121,7 +182,7 @@ class Sampler:
         tokens: list[int] = []
         for i, request in enumerate(requests):
             s = request.sampling
-            if request.num_tokens - request.num_prompt < s.min_tokens:
+            if _is_short(request):
                 ends = [t for t in self.eos_token_ids.union(s.stop_token_ids) if t < self.vocab_size]
                 rows += [i] * len(ends)
                 tokens += ends
@@ -153,6 +214,16 @@ class Sampler:
                     positions[rows],
                 )
         return ids
+
+
+def _sampled(host: list[int], top: _Top | None) -> Sampled:
+    """What is told of ids on the host, -1 for a row whose logits were not finite."""
+    bad = [token < 0 for token in host]
+    logprobs: list[TokenLogprob | None] = [None] * len(host)
+    if top is not None:
+        for i, found in top.to_host(host).items():
+            logprobs[i] = None if bad[i] else found
+    return Sampled([None if token < 0 else token for token in host], logprobs, bad)
 
 
 @dataclass(slots=True)

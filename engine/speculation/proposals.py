@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.draw import max_of_rows
 from engine.sampling import is_greedy
-from engine.speculation.distribution import draw_proposal, probabilities
+from engine.speculation.distribution import draw_proposal
 from engine.speculation.rows import DraftRow
 from engine.speculation.verify import DraftSampler
 
@@ -69,7 +69,7 @@ class ProposalSampler(DraftSampler):
             raise DraftFailed(
                 f"its logits for request {rows[int(finite.long().argmin())].rid} are not finite"
             )
-        found = probabilities(self._adjusted(logits, finite, rows), [row.sampling for row in rows])
+        found = self._probabilities(self._adjusted(logits, finite, rows), rows)
         seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         positions = np.array([row.num_tokens for row in rows], dtype=np.uint64)
         ids: list[int] = draw_proposal(found, seeds, positions).tolist()

@@ -109,15 +109,18 @@ class DraftSampler(Sampler):
         """Hold drafts against the probabilities that they were drawn from."""
         rows = [row for rows in places for row in rows]
         finite = max_of_rows(logits)[0].isfinite()
-        accepted, own = reject(
-            probabilities(self._adjusted(logits, finite, rows), [row.sampling for row in rows]),
-            torch.cat([draft.probs for draft in drafts if draft.probs is not None]),
-            [token for draft in drafts for token in draft.token_ids],
-            [len(draft) for draft in drafts],
-            finite,
-            self._uniform(rows, ACCEPT),
-            self._uniform(rows, RESIDUAL),
-        )
+        target = self._probabilities(self._adjusted(logits, finite, rows), rows)
+        proposal = torch.cat([draft.probs for draft in drafts if draft.probs is not None])
+        tokens = [token for draft in drafts for token in draft.token_ids]
+        lengths = [len(draft) for draft in drafts]
+        if self.fused is None:
+            u_accept, u_own = (self._uniform(rows, stream) for stream in (ACCEPT, RESIDUAL))
+            accepted, own = reject(target, proposal, tokens, lengths, finite, u_accept, u_own)
+        else:
+            firsts = [each[0] for each in places]
+            seeds = np.array([row.seed for row in firsts], dtype=np.uint64)
+            positions = np.array([row.num_tokens for row in firsts], dtype=np.uint64)
+            accepted, own = self.fused.reject(target, proposal, tokens, lengths, finite, seeds, positions)
         # Places after a draft's end get some token, which nobody will see.
         ids = [
             token
@@ -142,9 +145,13 @@ class DraftSampler(Sampler):
     def _adjusted(self, logits: Tensor, finite: Tensor, rows: Sequence[DraftRow]) -> Tensor:
         """A copy of logits with ends hidden below min_tokens, and with penalties."""
         scores = logits.masked_fill(~finite.unsqueeze(1), 0.0)
-        self._hide_ends(scores, rows)
-        self._penalties.apply(scores, rows)
+        self._adjust(scores, rows)
         return scores
+
+    def _probabilities(self, scores: Tensor, rows: Sequence[DraftRow]) -> Tensor:
+        """What rows that are not greedy are drawn from."""
+        find = probabilities if self.fused is None else self.fused.probabilities
+        return find(scores, [row.sampling for row in rows])
 
     def _uniform(self, rows: Sequence[DraftRow], purpose: int) -> Tensor:
         seeds = np.array([row.seed for row in rows], dtype=np.uint64)
