@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from engine.attention.base import names, probe
+from engine.availability import available
 from engine.config import ConfigError, EngineConfig
 from engine.hardware import DeviceError, choose_device, describe
 from engine.knob import KnobContext
@@ -21,7 +21,6 @@ from engine.lifetime import ExitCode
 from engine.loop import EngineCore, Event
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
-from engine.ops.choice import reasons
 from engine.text import Tokenizer
 from ipc import codec
 
@@ -65,13 +64,13 @@ def bring_up(
     info = describe(device, dtype=dtype)
     if info.uuid:
         follow_gpu(info.uuid)
-    usable = tuple(name for name in names() if probe(name, loaded.spec, device, dtype) is None)
+    backends, reasons = available(loaded.spec, device, dtype)
     context = KnobContext(
         device=info.kind,
-        attention=usable,
+        attention=backends,
         quantization=loaded.info.quantization,
         draft_model="" if config.draft_model is None else str(config.draft_model),
-        reasons=reasons(loaded.spec, device, dtype),
+        reasons=reasons,
     )
     knobs = KnobStore(context, config.knobs)
     progress("allocating the KV pool", 0, 0)

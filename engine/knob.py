@@ -15,7 +15,7 @@ class KnobContext:
     """What availability may depend on: the device in use and what the loaded model can do."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    attention: Sequence[str] = ("naive", "sdpa")  # back ends that can run here
+    attention: Sequence[str] = ("naive", "sdpa", "paged")  # back ends that can run here
     # Why others cannot: of a knob by its id, of a choice by ``id=choice``.
     reasons: Mapping[str, str] = field(default_factory=dict)
     draft_model: str = ""  # what --draft-model names

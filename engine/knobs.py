@@ -8,11 +8,10 @@ implementation. What is listed but cannot be used says so itself, with the reaso
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from engine.knob import Knob, KnobContext
 from engine.speculation import MAX_DRAFT
-from ipc.messages import ApplyMode, KnobInfo, KnobValue
+from ipc.messages import KnobInfo
 
 NOT_BUILT = "not built yet"
 DRAFTING = "ngram or draft or self"
@@ -22,7 +21,7 @@ MAX_SEQS = 1024  # most requests that may run at once, so the runner's slots are
 def _attention_reason(choice: str, context: KnobContext) -> str:
     if choice in context.attention:
         return ""
-    if choice in ("paged", "flash_attn"):
+    if choice == "flash_attn":
         return NOT_BUILT
     return context.reasons.get(f"attention={choice}", f"cannot run on {context.device}")
 
@@ -39,40 +38,6 @@ def _speculation_reason(choice: str, context: KnobContext) -> str:
     if choice == "self" and context.quantization:
         return f"the model's weights are quantized already: {context.quantization}"
     return ""
-
-
-def _later(
-    id: str,
-    group: str,
-    title: str,
-    help: str,
-    type: Literal["bool", "int", "float", "choice"],
-    default: KnobValue,
-    apply: ApplyMode = "step",
-    *,
-    lossy: bool = False,
-    unit: str = "",
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    requires: Mapping[str, str] | None = None,
-) -> Knob:
-    return Knob(
-        id=id,
-        group=group,
-        title=title,
-        help=help,
-        type=type,
-        default=default,
-        apply=apply,
-        lossy=lossy,
-        unit=unit,
-        choices=choices,
-        minimum=minimum,
-        maximum=maximum,
-        requires=requires or {},
-        reason=NOT_BUILT,
-    )
 
 
 _BATCHING = (
@@ -312,7 +277,8 @@ _KERNELS = (
         default="sdpa",
         choices=("naive", "sdpa", "paged", "flash_attn"),
         choice_reason=_attention_reason,
-        help="The implementation of attention. Naive is the plain reference; sdpa uses torch's fused one.",
+        help="The implementation of attention. Naive is the plain reference; sdpa gathers the blocks of keys "
+        "and values for torch's fused one; paged is a kernel that reads them where they lie.",
     ),
     Knob(
         id="fused_norm",
@@ -341,16 +307,37 @@ _KERNELS = (
         help="The activation of the feed-forward layers, SiLU of the gate times the other half, runs as one "
         "kernel between the two matrix products. In 16 bits results differ by rounding.",
     ),
-    _later("fused_sampling", "kernels", "Fused sampling", "Filters and draw in one kernel.", "bool", False),
-    _later(
-        "cuda_graphs",
-        "kernels",
-        "CUDA graphs",
-        "Decode steps are replayed from captured graphs.",
-        "bool",
-        False,
+    Knob(
+        id="fused_sampling",
+        group="kernels",
+        title="Fused sampling",
+        type="bool",
+        default=False,
+        lossy=True,
+        help="Temperature, top-k, top-p, min-p and the draw run as one kernel that sorts nothing; penalties "
+        "and the judgement of drawn drafts are kernels too. Greedy text is the same; with a temperature "
+        "tokens come from the same distribution, but a seed may give another text.",
     ),
-    _later("compile", "kernels", "torch.compile", "The decoder's layers are compiled.", "bool", False),
+    Knob(
+        id="cuda_graphs",
+        group="kernels",
+        title="CUDA graphs",
+        type="bool",
+        default=False,
+        requires={"attention": "paged", "fused_rope_kv": "true"},
+        help="Steps without prompts are padded to one of some shapes and replayed from a graph, which "
+        "launches all of their kernels at once. A shape is captured when it is first met. Each step says "
+        "which it was replayed in, or none.",
+    ),
+    Knob(
+        id="compile",
+        group="kernels",
+        title="torch.compile",
+        type="bool",
+        default=False,
+        reason=NOT_BUILT,
+        help="The decoder's layers are compiled.",
+    ),
 )
 
 _WEIGHTS = (

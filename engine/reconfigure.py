@@ -14,7 +14,7 @@ from engine.knobs import BY_ID
 from engine.layout import Layout, NoRoom, check_room, layout_of
 from engine.models.errors import ModelError
 from engine.models.reading import Progress
-from engine.ops.choice import FUSED
+from engine.ops.choice import FUSED, SAMPLING
 from engine.plan import Arena, StepPlan
 from engine.runner import CopyFailed
 from engine.scheduler import SchedulerKnobs
@@ -218,7 +218,7 @@ def _apply(
         _convert_weights(core, precision, now_ns)
     if runner.attention_name != values["attention"]:
         runner.set_attention(str(values["attention"]))
-    fused = {knob: bool(values[knob]) for knob in FUSED}
+    fused = {knob: bool(values[knob]) for knob in (*FUSED, SAMPLING)}
     runner.set_fused(fused)
     core.scheduler.configure(SchedulerKnobs.of(values))
     if layout.pool != core.layout.pool:
@@ -230,6 +230,7 @@ def _apply(
     runner.set_forward_timing(bool(values["forward_timing"]))
     _speculate(core, values)
     core.drafts.set_fused(fused)
+    runner.graphs.switch(bool(values["cuda_graphs"]))
     core.pipeline.set_overlap(bool(values["overlap"]))
     core.answers.delivery.batched = bool(values["batched_detokenize"])
     core.results.configure(values)

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from engine.attention import AttentionBackend, get_backend, probe
 from engine.attention.base import Ints
-from engine.batch import BatchBuilder, Plan, ScheduledRow
+from engine.batch import Batch, BatchBuilder, Plan, ScheduledRow
 from engine.calibration import Calibration
 from engine.choosing import choose_tokens, fail_nonfinite
 from engine.converter import Converter
+from engine.current_device import make_current
+from engine.graphs.forward import GraphStep
+from engine.graphs.switch import Graphs
 from engine.kv_cache import KVCache, kv_bytes_per_block, storage_dtype
 from engine.kv_scales import KVScales
 from engine.layers.linear import LinearLayer
@@ -31,11 +34,11 @@ from engine.models.loader import LoadedModel
 from engine.models.reading import Progress
 from engine.models.spec import ModelSpec
 from engine.ops.base import Ops
+from engine.ops.choice import SAMPLING, make_ops, make_sampling
 from engine.ops.choice import kernels as kernels_of
-from engine.ops.choice import make_ops
 from engine.plan import Arena, Copy
 from engine.speculation.verify import DraftSampler
-from engine.step import Prepared, StepOutput
+from engine.step import Inputs, Prepared, StepOutput
 from engine.swap import CopyFailed, HostMemory
 from engine.timing import Part, PartTimer, Timer
 from engine.traffic import TrafficModel
@@ -110,6 +113,8 @@ class ModelRunner:
         self._windowed = self.spec  # the model with the windows that are in force
         self._kv_dtype = "model"
         self._builder: BatchBuilder | None = None
+        self._fused: Mapping[str, bool] = {}
+        self.graphs = Graphs(self.decoder, device)
         self._host = HostMemory(device, check=check)
         try:
             self._converter.convert(precision, progress, may_forget=consume)
@@ -263,6 +268,7 @@ class ModelRunner:
 
     def free_kv(self) -> None:
         """Give the pool's memory back and forget all slots."""
+        self.graphs.drop()
         self._host.join()
         self.kv = None
         self._builder = None
@@ -280,11 +286,15 @@ class ModelRunner:
         return self.decoder.ops
 
     def set_fused(self, wanted: Mapping[str, bool]) -> None:
-        """Fuse these parts of the decoder from the next step on, by the ids of their knobs.
+        """Fuse these parts of the decoder and of sampling from the next step on, by the ids of their knobs.
 
         ValueError with the reason for one that cannot run here.
         """
-        self.decoder.ops = make_ops(wanted, self.spec, self.device, self.decoder.activation_dtype)
+        if wanted == self._fused:  # what was captured with the parts that there are stays good
+            return
+        ops = make_ops(wanted, self.spec, self.device, self.decoder.activation_dtype)
+        self.sampler.fused = make_sampling(bool(wanted.get(SAMPLING)), self.device)
+        self.decoder.ops, self._fused = ops, dict(wanted)
 
     def release(self, slot: int) -> None:
         """Forget what is kept for a slot. Call it when a request leaves its slot, finished or preempted."""
@@ -319,17 +329,13 @@ class ModelRunner:
         with torch.inference_mode():
             started = time.perf_counter()
             batch = self._builder.build(scheduled)
-            attention = self._attention.plan(batch.rows, kv, self._windowed, self.to_device)
-            positions, slots = self.to_device(batch.positions), self.to_device(batch.slots)
-            # All rows in order, as when only decoding, need no selection.
-            every = len(batch.logit_tokens) == len(batch.ids)
-            wanted = None if every else self.to_device(batch.logit_tokens)
+            replay = self.graphs.step_for(batch, self._attention, kv, self._windowed, self.max_len)
+            inputs = self._inputs(batch, kv) if replay is None else None
             traffic = self._traffic.step(batch.rows.num_new, batch.rows.num_computed, len(batch.logit_tokens))
-            kernels = self._kernels(self._linears.kernels[self._linears.index(len(batch.ids))])
+            computed = len(batch.ids) if replay is None else replay.shape.tokens
+            kernels = self._kernels(self._linear_kernels(computed), replay)
             took = time.perf_counter() - started
-        return Prepared(
-            batch, attention, positions, slots, wanted, kv, len(scheduled), traffic, kernels, took
-        )
+        return Prepared(batch, inputs, replay, kv, len(scheduled), traffic, kernels, took)
 
     def compute(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> StepOutput:
         """Copy blocks, compute the tokens, and choose the next one of each request that lacks no more.
@@ -342,6 +348,7 @@ class ModelRunner:
             raise RuntimeError("the KV pool was replaced since this step was prepared")
         if not batch.filled:
             raise RuntimeError("the step was not filled: call fill before compute")
+        make_current(self.device)
         out = StepOutput.of(prepared.num_entries)
         with torch.inference_mode():
             copying, forward, until_sampling = (Timer(self.device) for _ in range(3))
@@ -350,7 +357,7 @@ class ModelRunner:
             if copies:
                 out.copied_blocks = self._host.run(copies, kv, copying)
             forward.start()
-            logits = self.forward(prepared, prepared.wanted)
+            logits = self._logits(prepared)
             forward.stop()
             until_sampling.stop()
             choose_tokens(self.sampler, logits, batch, kv, out, self._padded)
@@ -385,9 +392,33 @@ class ModelRunner:
 
     def forward(self, prepared: Prepared, wanted: Tensor | None) -> Tensor:
         """Float32 logits of a filled step's tokens in ``wanted``, None for all of them."""
+        inputs = prepared.inputs or self._inputs(prepared.batch, prepared.kv)
         ids = self.to_device(prepared.batch.ids)
         return self.decoder.forward(
-            ids, prepared.positions, prepared.slots, prepared.attention, prepared.kv, wanted
+            ids, inputs.positions, inputs.slots, inputs.attention, prepared.kv, wanted
+        )
+
+    def _logits(self, prepared: Prepared) -> Tensor:
+        """Float32 logits of the tokens that a filled step wants, replayed or computed."""
+        replay = prepared.replay
+        if replay is not None:
+            logits = replay.forward(prepared.batch, replay.shape)
+            if logits is not None:
+                return logits
+            prepared.inputs = self._inputs(prepared.batch, prepared.kv)
+            prepared.kernels = self._kernels(self._linear_kernels(len(prepared.batch.ids)))
+        assert prepared.inputs is not None
+        return self.forward(prepared, prepared.inputs.wanted)
+
+    def _inputs(self, batch: Batch, kv: KVCache) -> Inputs:
+        """What a step runs with that is not replayed."""
+        # All rows in order, as when only decoding, need no selection.
+        every = len(batch.logit_tokens) == len(batch.ids)
+        return Inputs(
+            self._attention.plan(batch.rows, kv, self._windowed, self.to_device),
+            self.to_device(batch.positions),
+            self.to_device(batch.slots),
+            None if every else self.to_device(batch.logit_tokens),
         )
 
     def _read_text(self) -> None:
@@ -407,17 +438,24 @@ class ModelRunner:
             raise RuntimeError("no KV pool: call allocate_kv first")
         return self.kv
 
-    def _kernels(self, linear: str) -> str:
+    def _linear_kernels(self, tokens: int) -> str:
+        return self._linears.kernels[self._linears.index(tokens)]
+
+    def _kernels(self, linear: str, replay: GraphStep | None = None) -> str:
         rest = ",activations=" + str(self.decoder.activation_dtype).removeprefix("torch.")
         if fused := kernels_of(self.ops):
             rest += f",{fused}"
+        if self.sampler.fused is not None:
+            rest += f",sample={self.sampler.fused.name}"
+        if self.graphs.on:
+            rest += f",graph={'none' if replay is None else replay.shape}"
         return linear[: MAX_KERNELS_CHARS - len(rest)] + rest
 
     def _backend(self, name: str) -> AttentionBackend:
         reason = probe(name, self.spec, self.device, self.dtype)
         if reason is not None:
             raise ValueError(reason)
-        return get_backend(name)
+        return get_backend(name, self.device)
 
     def to_device(self, array: Ints) -> Tensor:
         """An array on the runner's device."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.attention import AttentionPlan
 from engine.batch import Batch
+from engine.graphs.forward import GraphStep
 from engine.kv_cache import KVCache
 from engine.traffic import StepTraffic
 from ipc.messages import TokenLogprob
@@ -50,15 +51,26 @@ class StepOutput:
         return cls([[] for _ in range(count)], [[] for _ in range(count)], [False] * count, [0] * count)
 
 
-@dataclass(slots=True)
-class Prepared:
-    """A step that is ready but for the tokens still pending when it was prepared."""
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a forward pass takes beside the tokens' ids, on the device."""
 
-    batch: Batch
     attention: AttentionPlan
     positions: Tensor
     slots: Tensor
     wanted: Tensor | None  # the tokens whose logits are needed; None: all of them, in order
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A step that is ready but for the tokens still pending when it was prepared.
+
+    ``inputs`` is what it runs with, ``replay`` the graph that it is replayed from instead.
+    """
+
+    batch: Batch
+    inputs: Inputs | None
+    replay: GraphStep | None
     kv: KVCache
     num_entries: int  # of the plan
     traffic: StepTraffic

@@ -88,7 +88,7 @@ class AttentionBackend(Protocol):
 
 def names() -> tuple[str, ...]:
     """Every backend, the reference first."""
-    return ("naive", "sdpa")
+    return ("naive", "sdpa", "paged")
 
 
 def probe(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -99,13 +99,31 @@ def probe(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
         return f"{name} attention runs on cpu and cuda, not on {device.type}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{name} attention needs float32, bfloat16 or float16, not {dtype}"
+    if name == "paged":
+        from engine.attention import paged
+
+        return paged.probe(spec, device, dtype)
     return None
 
 
-def get_backend(name: str) -> AttentionBackend:
-    """The backend of that name; ask `probe` first. Raises KeyError for an unknown one."""
+def usable(
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The backends that can serve this model here, and why others cannot, by ``attention=name``."""
+    found = {name: probe(name, spec, device, dtype) for name in names()}
+    cannot = {f"attention={name}": reason for name, reason in found.items() if reason is not None}
+    return tuple(name for name, reason in found.items() if reason is None), cannot
+
+
+def get_backend(name: str, device: torch.device) -> AttentionBackend:
+    """The backend of that name on a device; ask `probe` first. Raises KeyError for an unknown one."""
+    from engine.attention import paged
     from engine.attention.naive import NaiveAttention
     from engine.attention.sdpa import SdpaAttention
 
-    backends: dict[str, AttentionBackend] = {"naive": NaiveAttention(), "sdpa": SdpaAttention()}
-    return backends[name]
+    makers: dict[str, Callable[[], AttentionBackend]] = {
+        "naive": NaiveAttention,
+        "sdpa": SdpaAttention,
+        "paged": lambda: paged.make(device),
+    }
+    return makers[name]()

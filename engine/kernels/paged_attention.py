@@ -26,7 +26,7 @@ from engine.kernels.launch import FLOATS, Launch, has_native_fp8, next_power_of_
 MIN_ROWS = 16  # of a tile: the least that tensor cores take
 SHORT_ROWS = 64  # up to this many rows of queries a tile holds all that a row has; beyond, it is prefill
 MAX_HEAD_DIM = 256
-MAX_BLOCK_SIZE = 256
+MAX_BLOCK_SIZE = 1024
 STORAGES = (*FLOATS, torch.uint8, torch.int8)
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention import AttentionPlan
+from engine.current_device import make_current
 from engine.kv_cache import KVCache
 from engine.layers.linear import LinearLayer
 from engine.layers.mlp import GatedMLP
@@ -115,6 +116,7 @@ class Decoder:
 
         Returns float32 logits [rows, vocab_size] of the tokens in ``logit_rows`` (None: of every token).
         """
+        make_current(self.device)
         spec, eps = self.spec, self.spec.rms_norm_eps
         all_heads = spec.num_heads + 2 * spec.num_kv_heads
         norm, gate, scaled = self.ops.norm, self.ops.gate, attention.needs.scaled

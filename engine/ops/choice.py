@@ -7,13 +7,17 @@ from typing import Protocol
 
 import torch
 
+from engine.kernels import availability
 from engine.models.spec import ModelSpec
 from engine.ops import triton_ops
 from engine.ops.base import AddNorm, Gate, Ops, StoreQKV
 from engine.ops.plain import PLAIN
+from engine.ops.triton_sampling import TritonSampling
+from engine.sampling import FusedSampling
 
 FUSED = ("fused_norm", "fused_rope_kv", "fused_mlp")
-"""The knobs that each fuse one part."""
+"""The knobs that each fuse one part of a decoder."""
+SAMPLING = "fused_sampling"
 
 
 class Source(Protocol):
@@ -40,9 +44,32 @@ def probe(knob: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
 
 
 def reasons(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Why each knob of `FUSED` cannot be switched on here, without those that can."""
+    """Why knobs of `FUSED`, and `SAMPLING`, cannot be switched on here, without those that can."""
     found = {knob: probe(knob, spec, device, dtype) for knob in FUSED}
+    found[SAMPLING] = probe_sampling(device)
     return {knob: reason for knob, reason in found.items() if reason is not None}
+
+
+def samples_by_kernels(device: torch.device) -> bool:
+    """Whether tokens can be chosen by kernels on a kind of device at all."""
+    return device.type == "cuda"
+
+
+def probe_sampling(device: torch.device) -> str | None:
+    """Why tokens cannot be chosen by kernels here, or None."""
+    if not samples_by_kernels(device):
+        return f"there are no sampling kernels for {device.type}"
+    return availability.probe(device)
+
+
+def make_sampling(wanted: bool, device: torch.device) -> FusedSampling | None:
+    """The kernels to choose tokens with, None for torch. ValueError with the reason if there are none."""
+    if not wanted:
+        return None
+    reason = probe_sampling(device)
+    if reason is not None:
+        raise ValueError(f"{SAMPLING} cannot be switched on: {reason}")
+    return TritonSampling()
 
 
 def make_ops(wanted: Mapping[str, bool], spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Ops:

@@ -222,7 +222,7 @@ class DraftModels:
                 decoder, runner.windowed, runner.kv, lambda: runner.attention, sampler, runner.to_device
             )
         else:
-            decoder, spec, backend = weights.decoder, self._windowed(), get_backend(ATTENTION)
+            decoder, spec, backend = weights.decoder, self._windowed(), get_backend(ATTENTION, runner.device)
             pool = KVCache.allocate(
                 spec,
                 num_blocks=runner.kv.num_blocks,

@@ -15,7 +15,7 @@ from engine.batch import BatchBuilder, RowRequest, TextRow
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
-from engine.ops.choice import make_ops, probe
+from engine.ops.choice import FUSED, SAMPLING, make_ops, make_sampling, probe
 from engine.speculation.base import Draft
 from engine.speculation.proposals import ProposalSampler
 from engine.speculation.rows import DraftRow
@@ -90,13 +90,14 @@ class RoundDrafter(ABC):
         self._sampler.release(slot)
 
     def set_fused(self, wanted: Mapping[str, bool]) -> None:
-        """Fuse those parts of the decoder (`engine.ops.choice.FUSED`) that can serve it: what is asked for is
-        meant for the target, whose sizes may be others.
+        """Fuse sampling, and those parts of the decoder (`engine.ops.choice.FUSED`) that can serve it: what
+        is asked for is meant for the target, whose sizes may be others.
         """
         decoder = self._decoder
         where = decoder.spec, decoder.device, decoder.activation_dtype
-        can = {knob: on and probe(knob, *where) is None for knob, on in wanted.items()}
+        can = {knob: wanted[knob] and probe(knob, *where) is None for knob in FUSED}
         decoder.ops = make_ops(can, *where)
+        self._sampler.fused = make_sampling(wanted[SAMPLING], decoder.device)
 
     def close(self) -> None:  # noqa: B027 - one without a pool of its own has nothing to give back
         """Give back what it holds, whoever may still know of it. It must not be asked any more."""

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from engine.availability import available
 from engine.config import EngineConfig
 from engine.knob import KnobContext
 from engine.knob_store import KnobStore
 from engine.loop import BlockView, EngineCore, Event
 from engine.models.loader import LoadedModel, load_model
-from engine.ops.choice import reasons
 from engine.request import Request
 from engine.speculation.base import Drafter
 from ipc import codec
@@ -41,6 +41,8 @@ from tests import tiny_models
 # machine each such wait costs a time slice.
 torch.set_num_threads(1)
 
+CPU = torch.device("cpu")
+
 _FOLDERS = tempfile.TemporaryDirectory(prefix="decodeck-tiny-")
 
 
@@ -58,7 +60,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 def cannot_run(loaded: LoadedModel) -> dict[str, str]:
     """Knobs that cannot be used with this model on the CPU of this machine, and why."""
-    return reasons(loaded.spec, torch.device("cpu"), loaded.weights["embed"].dtype)
+    return available(loaded.spec, CPU, loaded.weights["embed"].dtype)[1]
 
 
 @dataclass
@@ -139,7 +141,9 @@ class Engine:
             knobs=knobs,
         )
         context = KnobContext(
-            draft_model="" if draft_model is None else str(draft_model), reasons=cannot_run(loaded)
+            attention=available(loaded.spec, CPU, loaded.weights["embed"].dtype)[0],
+            draft_model="" if draft_model is None else str(draft_model),
+            reasons=cannot_run(loaded),
         )
         clock: dict[str, Any] = {} if clock_ns is None else {"clock_ns": clock_ns}
         self.core = EngineCore(loaded, config, KnobStore(context, knobs), self.heard.sink, **clock)

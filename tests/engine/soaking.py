@@ -23,7 +23,7 @@ from engine.knob_store import KnobStore, PatchRefused
 from engine.knobs import BY_ID
 from engine.loop import BlockView, EngineCore, Event, RequestRefused
 from engine.models.loader import LoadedModel
-from engine.ops.choice import FUSED
+from engine.ops.choice import FUSED, SAMPLING
 from engine.request import Request
 from ipc import codec
 from ipc.messages import (
@@ -72,7 +72,7 @@ FLIPS: dict[str, tuple[KnobValue, ...]] = {
     "batched_detokenize": (False, True),
     "result_cache": (False, True),
     "forward_timing": (False, True),
-    **dict.fromkeys(FUSED, (False, True)),
+    **dict.fromkeys((*FUSED, SAMPLING, "cuda_graphs"), (False, True)),
 }
 MAX_AGEING_S = 0.5
 # Who came so many steps later is behind in the order for good, whatever the priorities; the rest is for

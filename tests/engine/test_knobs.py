@@ -21,7 +21,7 @@ LIVE = {
     "sliding_window", "batched_tokenize", "batched_detokenize", "result_cache", "forward_timing",
     "weight_dtype", "int4_method", "high_precision",
     "speculation", "spec_tokens", "spec_adaptive", "spec_self_dtype", "spec_sampling",
-    "fused_norm", "fused_rope_kv", "fused_mlp",
+    "fused_norm", "fused_rope_kv", "fused_mlp", "fused_sampling", "cuda_graphs",
 }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def test_what_is_not_built_says_so() -> None:
     infos = {info.id: info for info in list_knobs()}
     assert {i for i, info in infos.items() if info.available} == LIVE
     assert {info.reason for info in infos.values() if not info.available} == {NOT_BUILT}
-    assert infos["attention"].choice_reasons == {"paged": NOT_BUILT, "flash_attn": NOT_BUILT}
+    assert infos["attention"].choice_reasons == {"flash_attn": NOT_BUILT}
     assert infos["speculation"].choice_reasons == {"draft": "the engine was started without --draft-model"}
 
 
@@ -55,7 +55,8 @@ def test_the_registry_passes_the_protocol() -> None:
     ("max_num_seqs", None, "not a whole number"), ("max_num_seqs", "8", "not a whole number"),
     ("priority_ageing_s", float("nan"), "not a finite number"), ("priority_ageing_s", float("inf"), "finite"),
     ("chunked_prefill", 1, "not true or false"), ("policy", "lifo", "is not one of fcfs, priority"),
-    ("attention", "paged", f"paged is not available: {NOT_BUILT}"), ("cuda_graphs", True, NOT_BUILT),
+    ("attention", "flash_attn", f"flash_attn is not available: {NOT_BUILT}"),
+    ("compile", True, NOT_BUILT),
     ("nonsense", 1, "there is no knob 'nonsense'"),
 ])  # fmt: skip
 def test_a_refusal_names_value_and_limit(key: str, value: Any, why: str) -> None:
@@ -73,6 +74,10 @@ def test_what_is_not_there_may_be_said_to_stay_off() -> None:
 def test_attention_that_cannot_run_here_says_where() -> None:
     store = KnobStore(KnobContext(attention=("naive",)), {"attention": "naive"})
     assert store.validate({"attention": "sdpa"}) == {"attention": "sdpa is not available: cannot run on cpu"}
+    store = KnobStore(KnobContext(attention=("sdpa",), reasons={"attention=paged": "there is no kernel"}))
+    assert store.validate({"attention": "paged"}) == {
+        "attention": "paged is not available: there is no kernel"
+    }
 
 
 def test_a_knob_that_cannot_be_used_here_stays_off_with_the_reason() -> None:

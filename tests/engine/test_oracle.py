@@ -240,7 +240,7 @@ FLIPS: list[tuple[str, KnobValue, KnobValue]] = [
     ("batched_detokenize", False, True),
     ("result_cache", False, True),
     ("forward_timing", False, True),
-    *((knob, False, True) for knob in FUSED),
+    *((knob, False, True) for knob in (*FUSED, "cuda_graphs")),
 ]
 BESIDE: dict[str, dict[str, KnobValue]] = {
     "batch_wait_ms": {"batching": "static"},

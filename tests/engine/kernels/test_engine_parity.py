@@ -100,7 +100,9 @@ def test_a_step_of_the_engine_comes_out_the_same(kv_dtype: str, spec: ModelSpec)
     turned = qkv.clone()
     rotate_(turned[:, : HEADS + KV_HEADS], *table.at(x.positions, torch.float32))
     q, k, v = engines.store(0, x.slots, turned)
-    plan = get_backend("naive").plan(x.rows, engines, spec, lambda ints: torch.from_numpy(ints).to(DEVICE))
+    plan = get_backend("naive", DEVICE).plan(
+        x.rows, engines, spec, lambda ints: torch.from_numpy(ints).to(DEVICE)
+    )
     expected = engines.finish(0, plan.attend(0, q, k, v))
 
     is_quantized = engines.quantizer is not None

@@ -89,9 +89,9 @@ def test_drafts_of_the_model_itself_are_fused_too() -> None:
 def test_what_a_kernel_cannot_hold_has_a_reason() -> None:
     """Sizes and dtypes are looked at before anything is launched."""
     spec = load(tiny_folder("llama")).spec
-    assert choice.reasons(spec, CPU, torch.float32) == {}
+    assert not set(choice.FUSED) & set(choice.reasons(spec, CPU, torch.float32))
     reasons = choice.reasons(spec, CPU, torch.float64)
-    assert set(reasons) == set(choice.FUSED)
+    assert set(choice.FUSED) <= set(reasons)
     assert "not torch.float64" in reasons["fused_norm"]
     with pytest.raises(ValueError, match="fused_mlp cannot be switched on: silu_mul needs bfloat16"):
         choice.make_ops({"fused_mlp": True}, spec, CPU, torch.float64)

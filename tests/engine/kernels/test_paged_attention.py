@@ -275,7 +275,7 @@ def test_what_cannot_be_served_is_told() -> None:
     bf16 = torch.bfloat16
     assert probe(32, 8, 128, 64, bf16, torch.uint8) is None
     assert "at most 256" in str(probe(8, 8, 512, 64, bf16, bf16))
-    assert "blocks of 1 to 256" in str(probe(8, 8, 64, 512, bf16, bf16))
+    assert "blocks of 1 to 1024" in str(probe(8, 8, 64, 2048, bf16, bf16))
     assert "evenly" in str(probe(9, 2, 64, 64, bf16, bf16))
     assert "float64" in str(probe(8, 8, 64, 64, torch.float64, bf16))
     assert "KV cache of torch.int16" in str(probe(8, 8, 64, 64, bf16, torch.int16))

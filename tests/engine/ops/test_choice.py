@@ -42,7 +42,10 @@ def test_the_first_source_that_can_serves(monkeypatch: pytest.MonkeyPatch) -> No
     """Each knob on its own; what nobody can serve has the reason of the preferred one."""
     found = (Fused("a", "fused_norm"), Fused("b", "fused_norm", "fused_mlp"))
     monkeypatch.setattr(choice, "sources", lambda device: found)
-    assert choice.reasons(SPEC, CPU, torch.float32) == {"fused_rope_kv": "a has no fused_rope_kv"}
+    reasons = choice.reasons(SPEC, CPU, torch.float32)
+    assert {knob: reasons.get(knob) for knob in choice.FUSED} == {
+        "fused_norm": None, "fused_rope_kv": "a has no fused_rope_kv", "fused_mlp": None,
+    }  # fmt: skip
     ops = choice.make_ops({"fused_norm": True, "fused_mlp": True}, SPEC, CPU, torch.float32)
     assert choice.kernels(ops) == "norm=a,mlp=b"
     assert ops.store is PLAIN.store
@@ -60,4 +63,13 @@ def test_a_device_without_kernels_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     """On whatever device this is: never silence, and never torch under another name."""
     monkeypatch.setattr(choice, "sources", lambda device: ())
     reasons = choice.reasons(SPEC, CPU, torch.float32)
-    assert reasons == dict.fromkeys(choice.FUSED, "there are no fused kernels for cpu")
+    assert {reasons[knob] for knob in choice.FUSED} == {"there are no fused kernels for cpu"}
+
+
+def test_sampling_kernels_say_where_they_cannot_run() -> None:
+    """A CPU has none, and none are used unless they are asked for."""
+    reasons = choice.reasons(SPEC, CPU, torch.float32)
+    assert reasons["fused_sampling"] == "there are no sampling kernels for cpu"
+    assert choice.make_sampling(False, CPU) is None
+    with pytest.raises(ValueError, match="fused_sampling cannot be switched on: there are no sampling"):
+        choice.make_sampling(True, CPU)

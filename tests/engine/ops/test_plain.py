@@ -68,7 +68,7 @@ def test_the_decoder_gives_what_its_formulas_give(
         here = torch.arange(first, last)
         new, computed = torch.tensor([last - first]).numpy(), torch.tensor([first]).numpy()
         rows = Rows(computed * 0, new, computed, torch.arange(8)[None].numpy(), int(first > 0), BLOCK_SIZE)
-        plans = [get_backend("sdpa").plan(rows, kv, spec, torch.from_numpy) for kv in caches]
+        plans = [get_backend("sdpa", CPU).plan(rows, kv, spec, torch.from_numpy) for kv in caches]
         with torch.inference_mode():
             want = written_out(decoder, ids[first:last], here, here, plans[0], caches[0])
             got = decoder.forward(ids[first:last], here, here, plans[1], caches[1], None)

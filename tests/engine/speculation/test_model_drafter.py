@@ -33,7 +33,7 @@ def drafter(vocab_size: int = 320, max_len: int = 512, catch_up: int = 256) -> M
         decoder,
         loaded.spec,
         pool,
-        lambda: get_backend("sdpa"),
+        lambda: get_backend("sdpa", CPU),
         ProposalSampler(vocab_size, loaded.eos_token_ids, CPU, None),
         torch.from_numpy,
         max_len=max_len,

@@ -1,0 +1,72 @@
+"""The thin edge to CUDA: what captures a graph and replays it. Everything else is tested without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Captured(Protocol):
+    """A captured graph."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that capturing it took."""
+        ...
+
+    def replay(self) -> None:
+        """Launch everything that was captured, on the current stream."""
+        ...
+
+
+class Driver(Protocol):
+    """Captures graphs that share one pool of memory."""
+
+    def capture(self, body: Callable[[], None]) -> Captured:
+        """Run ``body``, so that everything it launches is loaded, and then capture what it launches.
+
+        All memory that it takes belongs to the graph. RuntimeError if something in it cannot be captured.
+        """
+        ...
+
+
+def probe(device: torch.device) -> str | None:
+    """Why graphs cannot be captured on a device, or None."""
+    return None if device.type == "cuda" else f"CUDA graphs need an NVIDIA GPU, not {device.type}"
+
+
+def make_driver(device: torch.device) -> Driver:
+    """The driver; ask `probe` first."""
+    return _CudaDriver(device)
+
+
+class _CudaDriver:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, body: Callable[[], None]) -> Captured:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            body()  # kernels are compiled, modules loaded and libraries set up: none of it can be captured
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the engine may use CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            body()
+        return _CudaGraph(graph, torch.cuda.memory_reserved(self._device) - before)
+
+
+class _CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, nbytes: int) -> None:
+        self._graph = graph
+        self.nbytes = nbytes
+
+    def replay(self) -> None:
+        self._graph.replay()

@@ -1,0 +1,44 @@
+"""The shapes that steps are padded to."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from engine.attention.base import MAX_SHORT
+from engine.batch import Batch
+
+ROWS = (1, 2, 4, *range(8, 257, 8))
+QUERIES = (1, 2, 3, 5, 9, MAX_SHORT)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """Up to ``rows`` requests of up to ``queries`` new tokens each."""
+
+    rows: int
+    queries: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a replay computes, however few there are."""
+        return self.rows * self.queries
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.queries}"
+
+
+def shape_of(batch: Batch, max_blocks: int) -> GraphShape | str:
+    """The smallest shape that a step fits, or in a word why it fits none.
+
+    max_blocks: of a request, that the tables in static memory have room for.
+    """
+    rows = batch.rows
+    if len(batch.logit_tokens) != len(batch.ids):
+        return "prefill"
+    count, most = len(rows.num_new), int(rows.num_new.max())
+    if count > ROWS[-1] or most > QUERIES[-1]:
+        return "large"
+    if rows.tables.shape[1] > max_blocks:
+        return "long"
+    return GraphShape(ROWS[bisect_left(ROWS, count)], QUERIES[bisect_left(QUERIES, most)])

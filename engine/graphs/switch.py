@@ -1,0 +1,80 @@
+"""Whether steps are replayed from graphs, and those that hold for the decoder as it is."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.base import AttentionBackend
+from engine.batch import Batch
+from engine.graphs.driver import Driver, make_driver, probe
+from engine.graphs.forward import Capturable, GraphCounts, GraphedForward, GraphStep
+from engine.kv_cache import KVCache
+from engine.models.decoder import Decoder
+from engine.models.spec import ModelSpec
+from engine.ops.plain import PLAIN
+
+BUDGET_BYTES = 1 << 30  # of device memory for graphs
+
+
+class Graphs:
+    """Off at first. Only `step_for` may be called while a step is computed."""
+
+    def __init__(self, decoder: Decoder, device: torch.device) -> None:
+        self.counts = GraphCounts()
+        self._decoder = decoder
+        self._device = device
+        self._driver: Driver | None = None  # there while it is on
+        self._forward: GraphedForward | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether steps are replayed where they can be."""
+        return self._driver is not None
+
+    def switch(self, on: bool) -> None:
+        """Replay steps from the next one on, or no longer. ValueError with the reason if that cannot be."""
+        if on == self.on:
+            return
+        if on:
+            reason = probe(self._device)
+            if reason is not None:
+                raise ValueError(f"cuda_graphs cannot be switched on: {reason}")
+            self.counts = GraphCounts()
+            self._driver = make_driver(self._device)
+        else:
+            self._driver = None
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget all graphs, and the memory that they use."""
+        self._forward = None
+
+    def step_for(
+        self, batch: Batch, attention: AttentionBackend, kv: KVCache, spec: ModelSpec, max_len: int
+    ) -> GraphStep | None:
+        """How a step is to be replayed; None, and counted while this is on, if it has to run by itself.
+
+        spec: with the windows that are in force. max_len: of a request, in tokens.
+        """
+        if self._driver is None:
+            return None
+        why = self._why_not(attention)
+        if why or not isinstance(attention, Capturable):
+            self.counts.misses[why] += 1
+            return None
+        forward = self._forward
+        if forward is None or not forward.holds_for(attention, kv, spec):
+            forward = self._forward = GraphedForward(
+                self._decoder, attention, kv, spec, self._driver, self.counts,
+                max_blocks=-(-max_len // kv.block_size), budget_bytes=BUDGET_BYTES,
+            )  # fmt: skip
+        shape = forward.shape_of(batch)
+        return None if shape is None else GraphStep(forward, shape)
+
+    def _why_not(self, attention: AttentionBackend) -> str:
+        """Which part of the decoder cannot be captured as it is, "" if all can."""
+        if self._decoder.timer is not None:
+            return "forward_timing"  # its marks mean something only where they are launched one by one
+        if not isinstance(attention, Capturable):
+            return "attention"
+        return "rope_kv" if self._decoder.ops.store is PLAIN.store else ""  # it has no padding

@@ -1,0 +1,202 @@
+"""Steps replayed from graphs: which, in which shapes, within which budget, and what comes of it.
+
+Faked at the driver's edge alone: everything that a GPU does not do itself runs as it would there.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from engine.graphs import driver as edge
+from engine.graphs import switch
+from engine.graphs.shapes import QUERIES, ROWS, GraphShape, shape_of
+from engine.ops.plain import PLAIN
+from engine.runner import ModelRunner
+from ipc.messages import Sampling
+from tests.engine.core_harness import Engine
+from tests.engine.driving import CPU, Driver, prompt, tiny
+from tests.engine.graphs.fakes import CAPTURABLE, GRAPH_BYTES, FakeDriver, StaticAttention
+from tests.engine.oracle import tiny as expected_of
+from tests.engine.oracle import told
+
+COUNT = 10
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The driver that graphs are captured with."""
+    made = FakeDriver()
+    monkeypatch.setattr(switch, "probe", lambda device: None)
+    monkeypatch.setattr(switch, "make_driver", lambda device: made)
+    return made
+
+
+def capturable(runner: ModelRunner) -> ModelRunner:
+    """The runner, its parts replaced by those that can be captured, with graphs switched on."""
+    runner._attention = StaticAttention()
+    runner.decoder.ops = CAPTURABLE
+    runner.graphs.switch(True)
+    return runner
+
+
+def engine_with_graphs(**options: Any) -> Engine:
+    made = Engine(expected_of("llama").loaded, **options)
+    capturable(made.core.runner)
+    return made
+
+
+def graphs(engine: Engine) -> list[str]:
+    """What each step was replayed from."""
+    return [step.kernels.rpartition("graph=")[2] for step in engine.heard.steps]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ids_are_those_of_the_reference(fake: FakeDriver, overlap: bool) -> None:
+    """A01: three requests decode in the bucket of four, then in smaller ones as they end; prompts run by
+    themselves. Rows say which, and each shape is captured once."""
+    expected = expected_of("llama")
+    engine = engine_with_graphs(overlap=overlap)
+    counts = [4, 7, COUNT]
+    rids = [
+        engine.submit(expected.prompts[i], Sampling(max_tokens=n, ignore_eos=True))
+        for i, n in zip((1, 2, 3), counts, strict=True)
+    ]
+    engine.run()
+    for rid, i, n in zip(rids, (1, 2, 3), counts, strict=True):
+        assert engine.ids(rid) == expected.ids[i][:n]
+    seen = graphs(engine)
+    assert seen[0] == "none"
+    assert {"4x1", "2x1", "1x1"} <= set(seen)
+    found = engine.core.runner.graphs.counts
+    assert fake.captures == len(set(seen) - {"none"})
+    assert found.hits == sum(each != "none" for each in seen)
+    assert found.misses["prefill"] == seen.count("none")
+    assert found.padded_tokens == seen.count("4x1")  # one row of four was nobody's
+
+
+def test_drafts_are_verified_in_graphs_too(fake: FakeDriver) -> None:
+    """A03: drafts of several lengths share a shape, with tokens that fill it up."""
+    expected = expected_of("llama")
+    engine = engine_with_graphs(drafter=told(expected), speculation="ngram", spec_adaptive=False)
+    sampling = Sampling(max_tokens=COUNT, ignore_eos=True)
+    rids = [engine.submit(expected.prompts[i], sampling) for i in (2, 3)]
+    engine.run()
+    assert [engine.ids(rid) for rid in rids] == [expected.ids[i][:COUNT] for i in (2, 3)]
+    assert any(each.endswith("x5") for each in graphs(engine))
+    assert sum(step.accepted_tok for step in engine.heard.steps) > 0
+
+
+def test_a_pool_that_is_replaced_is_not_held_by_graphs(fake: FakeDriver) -> None:
+    """Graphs hold addresses of the pool: they go with it, and steps over the new one are captured anew."""
+    driver = Driver(tiny("llama")[0])
+    runner = capturable(driver.runner)
+    driver.generate(prompt(9), 3)
+    assert fake.captures == 1
+    old = runner.kv
+    assert old is not None
+    held = weakref.ref(old.k[0])
+    del old
+    runner.allocate_kv(32, 16)
+    gc.collect()
+    assert held() is None
+    driver.free = list(range(32))
+    runner.graphs.counts.hits = 0
+    driver.generate(prompt(9), 3)
+    assert fake.captures == 2
+    assert runner.graphs.counts.hits == 2
+
+
+def test_no_more_is_captured_than_the_budget_allows(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was captured keeps its use; other shapes run without, and are counted."""
+    expected = expected_of("llama")
+    monkeypatch.setattr(switch, "BUDGET_BYTES", GRAPH_BYTES)
+    engine = engine_with_graphs()
+    rids = [
+        engine.submit(expected.prompts[i], Sampling(max_tokens=n, ignore_eos=True))
+        for i, n in ((2, 4), (3, 8))
+    ]
+    engine.run()
+    assert [engine.ids(rid) for rid in rids] == [expected.ids[2][:4], expected.ids[3][:8]]
+    assert fake.captures == 1
+    found = engine.core.runner.graphs.counts
+    assert found.hits == graphs(engine).count("2x1") > 0
+    assert found.misses["budget"] > 0
+    assert "1x1" not in graphs(engine)
+
+
+def test_a_shape_that_cannot_be_captured_runs_without(
+    fake: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The text is right all the same; the log says it once with the reason, each such step is counted."""
+    fake.fails = True
+    expected = expected_of("llama")
+    engine = engine_with_graphs()
+    rid = engine.submit(expected.prompts[3], Sampling(max_tokens=6, ignore_eos=True))
+    engine.run()
+    assert engine.ids(rid) == expected.ids[3][:6]
+    assert set(graphs(engine)) == {"none"}
+    assert engine.core.runner.graphs.counts.misses["failed"] == 6  # the prompt is one token
+    said = [record for record in caplog.records if "cannot be captured" in record.message]
+    assert len(said) == 1
+    assert "not permitted when stream is capturing" in str(said[0].exc_info)
+
+
+def test_parts_that_cannot_be_captured_are_named(fake: FakeDriver) -> None:
+    """Whatever stands in the way is counted under its name, and nothing is captured."""
+    driver = Driver(tiny("llama")[0])
+    runner = capturable(driver.runner)
+    runner.set_forward_timing(True)
+    driver.generate(prompt(5), 2)
+    runner.set_forward_timing(False)
+    runner.decoder.ops = PLAIN
+    driver.generate(prompt(5), 2)
+    runner.set_attention("sdpa")
+    driver.generate(prompt(5), 2)
+    assert set(runner.graphs.counts.misses) == {"forward_timing", "rope_kv", "attention"}
+    assert fake.captures == 0
+
+
+def test_the_switch_says_why_it_stays_off() -> None:
+    reason = edge.probe(CPU)
+    assert reason == "CUDA graphs need an NVIDIA GPU, not cpu"
+    runner = Driver(tiny("llama")[0]).runner
+    with pytest.raises(ValueError, match="cuda_graphs cannot be switched on: CUDA graphs need"):
+        runner.graphs.switch(True)
+    assert not runner.graphs.on
+
+
+@pytest.mark.parametrize(("rows", "queries", "shape"), [
+    (1, 1, "1x1"), (3, 1, "4x1"), (5, 2, "8x2"), (8, 4, "8x5"), (249, 1, "256x1"), (256, 17, "256x17"),
+    (257, 1, "large"), (2, 18, "large"),
+])  # fmt: skip
+def test_the_smallest_shape_that_fits(rows: int, queries: int, shape: str) -> None:
+    assert str(shape_of(Steps(rows, queries), 8)) == shape  # type: ignore[arg-type]
+
+
+def test_shapes_cover_each_other() -> None:
+    """Steps that do not fit say in a word why; sizes ascend, and end where drafts end."""
+    assert shape_of(Steps(2, 1, wanted=1), 8) == "prefill"  # type: ignore[arg-type]
+    assert shape_of(Steps(2, 1, width=9), 8) == "long"  # type: ignore[arg-type]
+    assert list(ROWS) == sorted(set(ROWS))
+    assert list(QUERIES) == sorted(set(QUERIES))
+    assert GraphShape(8, 5).tokens == 40
+
+
+class Steps:
+    """As much of a batch as its shape is read from: the first row has ``queries`` tokens, others one."""
+
+    def __init__(self, rows: int, queries: int, *, wanted: int | None = None, width: int = 8) -> None:
+        tokens = rows + queries - 1
+        self.ids = range(tokens)
+        self.logit_tokens = range(tokens if wanted is None else wanted)
+        self.rows = self
+        self.num_new = torch.ones(rows, dtype=torch.int64).numpy()
+        self.num_new[0] = queries
+        self.tables = torch.zeros(rows, width).numpy()
