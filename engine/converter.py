@@ -342,7 +342,7 @@ class Converter:
                 total += quantized_bytes(precision.kind, rows, cols)
             else:
                 forms = self._maker.choice.distinct
-                extra = [f for f in forms if f.packed or f.weight_dtype != store.dtype or not cpu]
+                extra = [f for f in forms if f.layout != "dense" or f.weight_dtype != store.dtype or not cpu]
                 total += sum(rows * cols * form.weight_dtype.itemsize for form in extra)
             now = self._decoder.linear(place)
             tied = self._is_embedding(place)

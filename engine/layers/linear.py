@@ -9,6 +9,7 @@ Forms of a weight:
 
 - ``dense``: as loaded, through ``torch.nn.functional.linear`` in the weight's own dtype;
 - ``packed``: reordered once by oneDNN for its own kernels, same dtype (CPU only);
+- ``native``: in panels for the kernel of `engine.native`, same dtype, which computes in float32 (CPU only);
 - ``fp32gemm`` (only for bfloat16 weights on a CPU): the same values in float32, packed where that exists.
   Widening is exact, so the weights are still the bfloat16 ones; only the arithmetic is float32.
 """
@@ -18,13 +19,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.memory import available_bytes
+from engine.native import kernels
+from engine.native.kernels import WEIGHT_DTYPES
 
 Apply = Callable[[Tensor], Tensor]
 AnyForm = TypeVar("AnyForm")
@@ -65,6 +68,7 @@ PROBE_ROWS = (1, 4, 32, 128)
 """Numbers of rows that are measured. A choice holds from its number up to the one before the next."""
 PACK_ROWS = 32  # the number of rows that oneDNN lays a packed weight out for; it serves all others well
 EXTRA_FORM_GAIN = 0.75  # a second copy of the weights must take at most this part of the time without it
+SMALLER_FORM_LOSS = 1.1  # one that holds fewer bytes may take this many times as long for many rows
 MANY_ROWS_SAMPLES = 4  # weights that are enough to measure a product of many rows
 HOPELESS = 2.0  # a form that takes this many times as long as another is not measured further
 MEMORY_MARGIN = 0.5  # and may take at most this part of the memory that is free
@@ -76,14 +80,21 @@ class Form:
 
     name: str
     weight_dtype: torch.dtype
-    packed: bool
+    layout: Literal["dense", "packed", "native"]
+
+    @property
+    def computes_in(self) -> torch.dtype:
+        """The dtype that x is brought to."""
+        return torch.float32 if self.layout == "native" else self.weight_dtype
 
     def build(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Apply:
         """The function x [rows, in] of any dtype -> [rows, out], holding the weight in this form."""
         dtype = self.weight_dtype
         held = weight.to(dtype)
+        if self.layout == "native":
+            return _native(held, bias, out_dtype)
         held_bias = None if bias is None else bias.to(dtype)
-        if not self.packed:
+        if self.layout == "dense":
 
             def dense(x: Tensor) -> Tensor:
                 return F.linear(x.to(dtype), held, held_bias).to(out_dtype)
@@ -97,6 +108,13 @@ class Form:
             return y.to(out_dtype)
 
         return packed
+
+
+def _native(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Apply:
+    native = kernels()
+    assert native is not None  # or this form is no candidate
+    panels = native.pack(weight, bias)
+    return lambda x: native.linear(x, panels).to(out_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +152,7 @@ class Choice(ByRows[Form]):
     @property
     def computes_in(self) -> torch.dtype:
         """The dtype of the products of many rows, where nearly all arithmetic is."""
-        return self.forms[-1].weight_dtype
+        return self.forms[-1].computes_in
 
 
 class Linear:
@@ -155,7 +173,7 @@ class Linear:
         self._many = built[choice.forms[-1]]
         self.choice = choice
         self.nbytes = sum(weight.numel() * form.weight_dtype.itemsize for form in choice.distinct)
-        loaded = any(not form.packed and form.weight_dtype == weight.dtype for form in choice.distinct)
+        loaded = any(form.layout == "dense" and form.weight_dtype == weight.dtype for form in choice.distinct)
         self.own_bytes = self.nbytes - (weight.nbytes if loaded else 0)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -206,23 +224,32 @@ def has_packing() -> bool:
 
 
 def candidates(dtype: torch.dtype, device: torch.device) -> list[Form]:
-    """The forms that can serve weights of this dtype on this device, the plain one first."""
-    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    forms = [Form(short, dtype, packed=False)]
+    """The forms that can serve weights of this dtype on this device, the plain one first.
+
+    The first call on a machine compiles kernels, which takes some seconds.
+    """
+    forms = [_plain(dtype)]
     if device.type != "cpu":
         return forms
-    packing = has_packing()
+    short, packing = forms[0].name, has_packing()
     if packing and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        forms.append(Form(f"{short}-packed", dtype, packed=True))
+        forms.append(Form(f"{short}-packed", dtype, "packed"))
     if dtype == torch.bfloat16:
         name = "bf16-fp32gemm-packed" if packing else "bf16-fp32gemm"
-        forms.append(Form(name, torch.float32, packed=packing))
+        forms.append(Form(name, torch.float32, "packed" if packing else "dense"))
+    if dtype in WEIGHT_DTYPES and kernels() is not None:
+        forms.append(Form(f"{short}-native", dtype, "native"))
     return forms
 
 
-def plain_choice(dtype: torch.dtype, device: torch.device) -> Choice:
+def _plain(dtype: torch.dtype) -> Form:
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    return Form(short, dtype, "dense")
+
+
+def plain_choice(dtype: torch.dtype) -> Choice:
     """The one form that every device has: the weight as loaded."""
-    return Choice((1,), (candidates(dtype, device)[0],))
+    return Choice((1,), (_plain(dtype),))
 
 
 def choose(
@@ -246,7 +273,9 @@ def choose(
         forms = [f for f in forms if f.weight_dtype == dtype or fits]
     times = _measure(forms, samples)
     # Few rows last: what serves many rows is held anyway and only gives way to something clearly better.
-    base = min(forms, key=lambda f: times[f][PROBE_ROWS[2]] + times[f][PROBE_ROWS[3]])
+    many = {form: times[form][PROBE_ROWS[2]] + times[form][PROBE_ROWS[3]] for form in forms}
+    close = [form for form in forms if many[form] <= SMALLER_FORM_LOSS * min(many.values())]
+    base = min(close, key=lambda f: (f.weight_dtype.itemsize, many[f]))
     chosen: list[Form] = []
     for rows in PROBE_ROWS:
         best = min(forms, key=lambda f: times[f][rows])

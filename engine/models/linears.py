@@ -218,7 +218,7 @@ class LinearMaker:
         self.store = store
         self._measure = measure
         self._precisions: dict[Kind, PrecisionChoice] = {}
-        self.choice = self._choose() if measure else plain_choice(store.dtype, store.device)
+        self.choice = self._choose() if measure else plain_choice(store.dtype)
         cpu = store.device.type == "cpu"
         self.activation_dtype = self.choice.computes_in if cpu else store.dtype
 

@@ -30,7 +30,7 @@ def test_every_form_computes_the_product(dtype: torch.dtype, with_bias: bool) ->
 
 
 def test_rows_select_the_form() -> None:
-    a, b = (Form(n, torch.float32, packed=False) for n in ("a", "b"))
+    a, b = (Form(n, torch.float32, "dense") for n in ("a", "b"))
     choice = Choice((1, 5), (a, b))
     assert [choice.form_for(rows).name for rows in (0, 1, 4, 5, 900)] == ["a", "a", "a", "b", "b"]
     assert choice.name == "a:1+b:5"
@@ -48,7 +48,8 @@ def _times(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, tuple[float, floa
 
 
 def _names(dtype: torch.dtype) -> tuple[str, str]:
-    forms = candidates(dtype, CPU)
+    """The weight as loaded, and the one form that holds something else in its place, or more of it."""
+    forms = [form for form in candidates(dtype, CPU) if form.layout != "native"]
     return forms[0].name, forms[-1].name
 
 
@@ -80,6 +81,14 @@ def test_a_second_form_needs_memory_and_a_clear_gain(monkeypatch: pytest.MonkeyP
     assert choose(weights, total_elements=1000, device=CPU, free_bytes=1 << 30).name == wide
 
 
+def test_of_two_that_are_about_as_fast_the_smaller_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, wide = _names(torch.bfloat16)
+    weights = [torch.ones(8, 8, dtype=torch.bfloat16)]
+    for slower, chosen in ((2.1, plain), (2.5, wide)):
+        _times(monkeypatch, _seconds(torch.bfloat16) | {plain: (2, 2, 2, slower), wide: (2, 2, 2, 1.8)})  # type: ignore[arg-type]
+        assert choose(weights, total_elements=64, device=CPU, free_bytes=1 << 30).name == chosen
+
+
 def test_measuring_ends_in_a_usable_choice_and_takes_every_candidate() -> None:
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
@@ -92,6 +101,6 @@ def test_measuring_ends_in_a_usable_choice_and_takes_every_candidate() -> None:
 
 
 def test_the_plain_choice_is_the_weight_as_loaded() -> None:
-    assert plain_choice(torch.bfloat16, CPU).name == "bf16"
-    assert plain_choice(torch.float32, torch.device("cuda")).name == "fp32"
+    assert plain_choice(torch.bfloat16).name == "bf16"
+    assert plain_choice(torch.float32).name == "fp32"
     assert [f.name for f in candidates(torch.bfloat16, torch.device("cuda"))] == ["bf16"]

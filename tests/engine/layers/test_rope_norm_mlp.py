@@ -47,7 +47,7 @@ def test_norms_follow_their_definition() -> None:
 
 def test_the_mlp_gates_with_silu() -> None:
     gate, up, down = torch.randn(10, 6), torch.randn(10, 6), torch.randn(6, 10)
-    choice = plain_choice(torch.float32, CPU)
+    choice = plain_choice(torch.float32)
     mlp = GatedMLP(Linear(torch.cat((gate, up)), None, choice), Linear(down, None, choice))
     x = torch.randn(4, 6)
     g = x @ gate.T

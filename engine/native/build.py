@@ -1,0 +1,113 @@
+"""Compiles the C++ sources of this folder into a shared library, once for each machine, and keeps it.
+
+The library lies in the user's cache folder under the hash of all that it depends on: sources, compiler, flags
+and the CPU. Nobody else may be able to write there, for what lies there is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+log = logging.getLogger(__name__)
+
+SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared")
+COMPILE_TIMEOUT_S = 120.0
+
+
+class NotBuilt(Exception):
+    """The library cannot be had; the text says why and what would help."""
+
+
+def build(cache: Path | None = None) -> Path:
+    """The library's file, compiled now if there is none yet.
+
+    cache: where it is kept, by default decodeck's folder in the user's cache. Takes some seconds the first
+    time. Raises NotBuilt.
+    """
+    compiler = _compiler()
+    folder = _private(cache or user_cache_path("decodeck") / "native")
+    library = folder / f"{_key(compiler)}.so"
+    if not library.exists():
+        _compile(compiler, library)
+    return library
+
+
+def _compiler() -> str:
+    if platform.system() != "Linux":
+        raise NotBuilt(f"kernels in C++ are only built on Linux, and this is {platform.system()}")
+    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    raise NotBuilt("there is no C++ compiler: install g++, or name one in the environment variable CXX")
+
+
+def _private(folder: Path) -> Path:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise NotBuilt(f"the folder {folder} for compiled kernels cannot be made: {error}") from error
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NotBuilt(
+            f"others may write to {folder}, so what lies there is not run: make it yours alone "
+            f"(chown and chmod 700) or delete it"
+        )
+    return folder
+
+
+def _key(compiler: str) -> str:
+    """What the library depends on, as a hash."""
+    parts = [compiler, _run([compiler, "--version"]), *FLAGS, platform.machine(), _cpu_flags()]
+    parts += [source.read_text("utf-8") for source in SOURCES]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _cpu_flags() -> str:
+    """The first CPU's instruction sets, as Linux tells them (proc(5), /proc/cpuinfo)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError as error:
+        raise NotBuilt(f"which instructions this CPU has cannot be read: {error}") from error
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _compile(compiler: str, library: Path) -> None:
+    log.info("compiling kernels for this CPU with %s; this happens once", compiler)
+    started = time.perf_counter()
+    # Under another name first: an engine that starts at the same time must never load half a file.
+    handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    os.close(handle)
+    try:
+        _run([compiler, *FLAGS, *map(str, SOURCES), "-o", name])
+        os.replace(name, library)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    log.info("compiled kernels in %.1f s: %s", time.perf_counter() - started, library)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=COMPILE_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotBuilt(f"{command[0]} could not be run: {error}") from error
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise NotBuilt(
+            f"{command[0]} failed ({done.returncode}): {' | '.join(said[-3:]) or 'it said nothing'}"
+        )
+    return done.stdout

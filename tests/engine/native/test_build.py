@@ -1,0 +1,53 @@
+"""Compiling the kernels: once, for the user alone, and told where it cannot be done."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from engine.native import build as build_module
+from engine.native.build import NotBuilt, build
+
+
+def test_it_is_compiled_once_and_nobody_else_may_write_there(tmp_path: Path) -> None:
+    first = build(tmp_path / "kernels")
+    made = first.stat()
+    assert build(tmp_path / "kernels") == first
+    assert first.stat().st_mtime_ns == made.st_mtime_ns
+    assert stat.S_IMODE((tmp_path / "kernels").stat().st_mode) == 0o700
+    assert list((tmp_path / "kernels").iterdir()) == [first]
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    os.chmod(tmp_path, 0o777)
+    with pytest.raises(NotBuilt, match="others may write"):
+        build(tmp_path)
+
+
+def test_without_a_compiler_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(NotBuilt, match=r"install g\+\+"):
+        build(tmp_path / "kernels")
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("int f() { return nothing_of_that_name; }")
+    monkeypatch.setattr(build_module, "SOURCES", (broken,))
+    with pytest.raises(NotBuilt, match="nothing_of_that_name"):
+        build(tmp_path / "kernels")
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build(tmp_path / "kernels")
+    other = tmp_path / "other.cpp"
+    other.write_text('extern "C" int panel_width() { return 1; }')
+    monkeypatch.setattr(build_module, "SOURCES", (other,))
+    assert build(tmp_path / "kernels") != first
