@@ -33,6 +33,7 @@ from engine.models.linears import LinearMaker, Place, WeightStore
 from engine.models.loader import LoadedModel
 from engine.models.reading import Progress
 from engine.models.spec import ModelSpec
+from engine.native import forward_pass
 from engine.ops.base import Ops
 from engine.ops.choice import SAMPLING, make_ops, make_sampling
 from engine.ops.choice import kernels as kernels_of
@@ -394,9 +395,10 @@ class ModelRunner:
         """Float32 logits of a filled step's tokens in ``wanted``, None for all of them."""
         inputs = prepared.inputs or self._inputs(prepared.batch, prepared.kv)
         ids = self.to_device(prepared.batch.ids)
-        return self.decoder.forward(
-            ids, inputs.positions, inputs.slots, inputs.attention, prepared.kv, wanted
-        )
+        with forward_pass():
+            return self.decoder.forward(
+                ids, inputs.positions, inputs.slots, inputs.attention, prepared.kv, wanted
+            )
 
     def _logits(self, prepared: Prepared) -> Tensor:
         """Float32 logits of the tokens that a filled step wants, replayed or computed."""

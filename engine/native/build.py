@@ -22,7 +22,8 @@ from platformdirs import user_cache_path
 log = logging.getLogger(__name__)
 
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared")
+HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-pthread", "-fPIC", "-shared")
 COMPILE_TIMEOUT_S = 120.0
 
 
@@ -71,7 +72,7 @@ def _private(folder: Path) -> Path:
 def _key(compiler: str) -> str:
     """What the library depends on, as a hash."""
     parts = [compiler, _run([compiler, "--version"]), *FLAGS, platform.machine(), _cpu_flags()]
-    parts += [source.read_text("utf-8") for source in SOURCES]
+    parts += [source.read_text("utf-8") for source in (*SOURCES, *HEADERS)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

@@ -3,35 +3,20 @@
 // Stored as panels of PANEL output channels, one input channel after the other: a panel is read once, in order,
 // for up to ROWS rows of x. Each sum runs over the input channels in ascending order in one accumulator, whatever
 // the number of rows, so a row's result does not depend on the rows beside it, bit for bit.
-//
-// Vectors are the compiler's (GCC, "Using Vector Instructions through Built-in Functions"), as wide as this
-// machine's: the file is compiled where it runs.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
-constexpr int WIDTH = 16, ROWS = 12;
-#elif defined(__AVX__)
-constexpr int WIDTH = 8, ROWS = 6;
-#else
-constexpr int WIDTH = 4, ROWS = 6;
-#endif
+#include "threads.h"
+#include "vectors.h"
+
+constexpr int ROWS = WIDTH == 16 ? 12 : 6;  // of x at once: their sums fill the registers
 constexpr int PANEL = 2 * WIDTH;
 constexpr int64_t BLOCK_COLS = 1024, BLOCK_ROWS = 48;  // of x: 192 KiB, to stay in a core's own cache
 constexpr int AHEAD_BYTES = 1024;                      // how far ahead of its use a panel is asked for
-
-typedef float Floats __attribute__((vector_size(WIDTH * 4)));
-typedef uint32_t Words __attribute__((vector_size(WIDTH * 4)));
-
-static inline Floats load(const float* from) {
-    Floats to;
-    std::memcpy(&to, from, sizeof to);
-    return to;
-}
-
-static inline void store(float* to, Floats from) { std::memcpy(to, &from, sizeof from); }
+constexpr int TOGETHER = 4;                            // panels that a single row takes at once
+constexpr int CHUNKS = 8;                              // for each thread, so that all are done at about the same time
 
 // One input channel of a panel as float32.
 static inline void widen(const float* from, Floats& low, Floats& high) {
@@ -62,7 +47,7 @@ static void tile(const float* x, int64_t x_row, const Weight* w, int64_t panel_s
             widen(from, wide[2 * p], wide[2 * p + 1]);
         }
         for (int m = 0; m < M; m++) {
-            const Floats value = x[m * x_row + k] - Floats{};
+            const Floats value = splat(x[m * x_row + k]);
             for (int v = 0; v < 2 * P; v++) sum[m][v] += value * wide[v];
         }
     }
@@ -70,7 +55,7 @@ static void tile(const float* x, int64_t x_row, const Weight* w, int64_t panel_s
         for (int v = 0; v < 2 * P; v++) store(y + m * y_row + v * WIDTH, sum[m][v]);
 }
 
-// What one thread works on: some rows of x, some input channels, some panels.
+// A part of the product: some rows of x, some input channels, some panels.
 template <typename Weight>
 struct Part {
     const float* x;
@@ -92,7 +77,7 @@ struct Part {
     // Few rows take several panels at once, so that enough sums are under way to hide each one's latency.
     template <int M>
     void rows(int64_t row) const {
-        constexpr int P = M == 1 ? 4 : M <= 3 ? 2 : 1;
+        constexpr int P = M == 1 ? TOGETHER : M <= 3 ? 2 : 1;
         tiles<M, 1>(row, tiles<M, P>(row, 0));
     }
 
@@ -105,37 +90,45 @@ struct Part {
     }
 };
 
+// y of some panels, all rows.
+template <typename Weight>
+static void panels_of(const float* x, int64_t num_rows, const Weight* w, int64_t num_cols, float* y, int64_t y_row,
+                      int64_t first, int64_t last) {
+    const int64_t panel_size = num_cols * PANEL;
+    for (int64_t top = 0; top < num_rows; top += BLOCK_ROWS)
+        for (int64_t col = 0; col < num_cols; col += BLOCK_COLS) {
+            const int64_t rows = std::min(BLOCK_ROWS, num_rows - top), cols = std::min(BLOCK_COLS, num_cols - col);
+            // One panel after the other, each for all of these rows: it is in the nearest cache by then.
+            const int64_t step = rows <= ROWS ? last - first : 1;
+            for (int64_t panel = first; panel < last; panel += step) {
+                const Part<Weight> part{x + top * num_cols + col, num_cols, w + panel * panel_size + col * PANEL,
+                                        panel_size, cols, y + top * y_row + panel * PANEL, y_row, step};
+                for (int64_t row = 0; row < rows;) {
+                    const int64_t left = rows - row;
+                    const int64_t count = left <= ROWS ? left : left < 2 * ROWS ? (left + 1) / 2 : ROWS;
+                    part.template dispatch<ROWS>(row, count);
+                    row += count;
+                }
+            }
+        }
+}
+
 template <typename Weight>
 static void product(const float* x, int64_t num_rows, const Weight* w, int64_t num_panels, int64_t num_cols,
                     const float* bias, float* y, int num_threads) {
-    const int64_t y_row = num_panels * PANEL, panel_size = num_cols * PANEL;
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-    for (int thread = 0; thread < num_threads; thread++) {
-        const int64_t first = num_panels * thread / num_threads, last = num_panels * (thread + 1) / num_threads;
+    const int64_t y_row = num_panels * PANEL;
+    const int64_t wanted = (num_panels + num_threads * CHUNKS - 1) / (num_threads * CHUNKS);
+    const int64_t size = (wanted + TOGETHER - 1) / TOGETHER * TOGETHER;
+    share((num_panels + size - 1) / size, num_threads, [=](int64_t chunk) {
+        const int64_t first = chunk * size, last = std::min(first + size, num_panels);
         for (int64_t row = 0; row < num_rows; row++) {
             float* to = y + row * y_row + first * PANEL;
             const size_t bytes = (last - first) * PANEL * sizeof(float);
             if (bias) std::memcpy(to, bias + first * PANEL, bytes);
             else std::memset(to, 0, bytes);
         }
-        for (int64_t top = 0; top < num_rows; top += BLOCK_ROWS)
-            for (int64_t col = 0; col < num_cols; col += BLOCK_COLS) {
-                const int64_t rows = std::min(BLOCK_ROWS, num_rows - top), cols = std::min(BLOCK_COLS, num_cols - col);
-                // One panel after the other, each for all of these rows: it is in the nearest cache by then.
-                const int64_t step = rows <= ROWS ? last - first : 1;
-                for (int64_t panel = first; panel < last; panel += step) {
-                    const Part<Weight> part{x + top * num_cols + col, num_cols,
-                                            w + panel * panel_size + col * PANEL, panel_size, cols,
-                                            y + top * y_row + panel * PANEL, y_row, step};
-                    for (int64_t row = 0; row < rows;) {
-                        const int64_t left = rows - row;
-                        const int64_t count = left <= ROWS ? left : left < 2 * ROWS ? (left + 1) / 2 : ROWS;
-                        part.template dispatch<ROWS>(row, count);
-                        row += count;
-                    }
-                }
-            }
-    }
+        panels_of(x, num_rows, w, num_cols, y, y_row, first, last);
+    });
 }
 
 extern "C" {

@@ -15,6 +15,7 @@ from engine.batch import BatchBuilder, RowRequest, TextRow
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
+from engine.native import forward_pass
 from engine.ops.choice import FUSED, SAMPLING, make_ops, make_sampling, probe
 from engine.speculation.base import Draft
 from engine.speculation.proposals import ProposalSampler
@@ -127,7 +128,8 @@ class RoundDrafter(ABC):
         ids, positions, slots, wanted = map(
             self._to_device, (batch.ids, batch.positions, batch.slots, batch.logit_tokens)
         )
-        logits = self._decoder.forward(ids, positions, slots, attention, self._kv, wanted)
+        with forward_pass():
+            logits = self._decoder.forward(ids, positions, slots, attention, self._kv, wanted)
         return logits, batch.sampled
 
     def _choose(self, logits: Tensor, work: Sequence[Work]) -> None:

@@ -1,0 +1,130 @@
+// A pool of threads for jobs that take tens of microseconds.
+//
+// A forward pass makes some hundred of them, one behind the other. Waking a sleeping thread takes as long as such a
+// job, so workers look out for the next one for a short while, but only as long as a pass is under way; otherwise they
+// sleep. Whoever is free takes the next chunk: a thread that has to wait for its core, because another program runs
+// there, holds up nobody but the one chunk that it works on, and one that was not woken yet holds up nobody at all.
+
+#include "threads.h"
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <thread>
+
+namespace {
+
+constexpr auto LOOK_OUT = std::chrono::microseconds(100);  // longer than what stands between two jobs of a pass
+
+void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Whether done() became true within LOOK_OUT.
+template <typename Done>
+bool look_out(const Done& done) {
+    const auto end = std::chrono::steady_clock::now() + LOOK_OUT;
+    do {
+        for (int i = 0; i < 16; i++) {
+            if (done()) return true;
+            pause();
+        }
+    } while (std::chrono::steady_clock::now() < end);
+    return false;
+}
+
+class Pool {
+  public:
+    void run(int64_t num_chunks, int num_threads, ChunkWork work, const void* context) {
+        std::unique_lock<std::mutex> own(in_use, std::try_to_lock);
+        // A job of another thread is under way: its workers are not worth waiting for.
+        if (!own.owns_lock() || num_threads <= 1 || num_chunks <= 1) {
+            for (int64_t chunk = 0; chunk < num_chunks; chunk++) work(context, chunk);
+            return;
+        }
+        for (; workers < num_threads - 1; workers++) std::thread(&Pool::serve, this, workers).detach();
+        job_work = work;
+        job_context = context;
+        job_chunks = num_chunks;
+        job_helpers = num_threads - 1;
+        unfinished = num_chunks;
+        tickets = ((tickets >> 32) + 1) << 32 | uint64_t(num_chunks);
+        posted++;
+        if (asleep) posted.notify_all();
+        while (take_chunk(-1)) {}
+        while (!look_out([this] { return unfinished == 0; })) std::this_thread::yield();
+    }
+
+    std::atomic<int> passes{0};  // forward passes under way
+
+  private:
+    // Take one chunk of the present job and compute it; false if there is none for this helper.
+    bool take_chunk(int helper) {
+        uint64_t seen = tickets;
+        while (seen & 0xffffffffu) {
+            // These are of the job that `seen` belongs to if the exchange succeeds, for the next job is only written
+            // once all chunks of this one were taken.
+            const ChunkWork work = job_work;
+            const void* context = job_context;
+            const int64_t chunk = job_chunks - int64_t(seen & 0xffffffffu);
+            if (helper >= job_helpers) return false;
+            if (tickets.compare_exchange_weak(seen, seen - 1)) {
+                work(context, chunk);
+                unfinished--;
+                return true;
+            }
+        }
+        return false;
+    }
+
+    void serve(int helper) {
+        for (;;) {
+            const int seen = posted;
+            if (take_chunk(helper)) continue;
+            if (passes > 0) look_out([&] { return posted != seen || passes == 0; });
+            if (posted != seen) continue;
+            asleep++;
+            posted.wait(seen);
+            asleep--;
+        }
+    }
+
+    std::mutex in_use;
+    int workers = 0;  // guarded by in_use
+    std::atomic<ChunkWork> job_work{nullptr};
+    std::atomic<const void*> job_context{nullptr};
+    std::atomic<int64_t> job_chunks{0};
+    std::atomic<int> job_helpers{0};
+    std::atomic<int> asleep{0};
+    alignas(64) std::atomic<uint64_t> tickets{0};  // upper half: number of the job, lower half: chunks nobody took yet
+    alignas(64) std::atomic<int64_t> unfinished{0};
+    alignas(64) std::atomic<int> posted{0};  // counts jobs; what sleeping workers wait on
+};
+
+// Never destroyed: workers use it until the process is gone.
+Pool& pool() {
+    static Pool& only = *new Pool;
+    return only;
+}
+
+}  // namespace
+
+void share(int64_t num_chunks, int num_threads, ChunkWork work, const void* context) {
+    pool().run(num_chunks, num_threads, work, context);
+}
+
+extern "C" {
+
+// `share`, for whoever has no C++.
+void share_chunks(int64_t num_chunks, int num_threads, ChunkWork work, const void* context) {
+    share(num_chunks, num_threads, work, context);
+}
+
+// Between these two, which may nest, workers are kept awake from job to job.
+void pass_begins() { pool().passes++; }
+void pass_ends() { pool().passes--; }
+}
