@@ -74,4 +74,6 @@ def quantized_bytes(kind: Kind, rows: int, cols: int) -> int:
         return rows * cols + 4 * rows
     group = next((g for g in KERNEL_GROUPS if cols % g == 0 and INT4_GROUP % g == 0), INT4_GROUP)
     padded = -(-rows // ROWS) * ROWS
-    return padded * cols // 2 + 4 * padded * -(-cols // group) + 4 * cols
+    # Of a group and channel: 4 bytes in torch's kernel, whose groups may be smaller, 5 in the native one.
+    scales = max(4 * -(-cols // group), 5 * -(-cols // INT4_GROUP))
+    return padded * cols // 2 + padded * scales + 4 * cols

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.memory import available_bytes
-from engine.native import kernels
+from engine.native import forward_pass, kernels
 from engine.native.kernels import WEIGHT_DTYPES
 
 Apply = Callable[[Tensor], Tensor]
@@ -68,7 +68,7 @@ PROBE_ROWS = (1, 4, 32, 128)
 """Numbers of rows that are measured. A choice holds from its number up to the one before the next."""
 PACK_ROWS = 32  # the number of rows that oneDNN lays a packed weight out for; it serves all others well
 EXTRA_FORM_GAIN = 0.75  # a second copy of the weights must take at most this part of the time without it
-SMALLER_FORM_LOSS = 1.1  # one that holds fewer bytes may take this many times as long for many rows
+SMALLER_FORM_LOSS = 1.25  # one that holds fewer bytes may take this many times as long for many rows
 MANY_ROWS_SAMPLES = 4  # weights that are enough to measure a product of many rows
 HOPELESS = 2.0  # a form that takes this many times as long as another is not measured further
 MEMORY_MARGIN = 0.5  # and may take at most this part of the memory that is free
@@ -326,7 +326,8 @@ def _measure(forms: Sequence[Form], samples: Sequence[Tensor]) -> dict[Form, dic
 
 
 def _pass_s(products: Sequence[tuple[int, Apply]], inputs: dict[int, Tensor]) -> float:
-    start = time.perf_counter()
-    for cols, apply in products:
-        apply(inputs[cols])
-    return time.perf_counter() - start
+    with forward_pass():
+        start = time.perf_counter()
+        for cols, apply in products:
+            apply(inputs[cols])
+        return time.perf_counter() - start

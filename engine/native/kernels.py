@@ -5,48 +5,33 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import byref, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.native import panels
 from engine.native.build import NotBuilt, build
+from engine.native.panels import PLAIN_KINDS, Panels
 
 log = logging.getLogger(__name__)
 
-WEIGHT_DTYPES = (torch.bfloat16, torch.float32)
-
-
-class PanelWeight:
-    """A weight [out, in] laid out in panels for `Kernels.linear`; bias [out] in float32 or None.
-
-    ``nbytes``: of what is held, the rest of the last panel included.
-    """
-
-    __slots__ = ("bias", "bias_at", "num_panels", "panels", "panels_at", "shape", "width")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, panel: int) -> None:
-        out, cols = weight.shape
-        self.shape = (out, cols)
-        self.num_panels = -(-out // panel)
-        self.width = self.num_panels * panel
-        missing = self.width - out
-        padded = torch.nn.functional.pad(weight, (0, 0, 0, missing)) if missing else weight
-        # bfloat16: both halves of a panel take turns, so that one load fetches a pair of vectors.
-        halves = padded.view(self.num_panels, 2, panel // 2, cols)
-        order = (0, 3, 2, 1) if weight.dtype == torch.bfloat16 else (0, 3, 1, 2)
-        self.panels = halves.permute(order).contiguous()
-        self.bias = None
-        if bias is not None:
-            self.bias = torch.nn.functional.pad(bias.float(), (0, missing)).contiguous()
-        self.panels_at = self.panels.data_ptr()
-        self.bias_at = None if self.bias is None else self.bias.data_ptr()
-
-    @property
-    def nbytes(self) -> int:
-        return self.panels.nbytes
+WEIGHT_DTYPES = tuple(PLAIN_KINDS)
+STORED_AS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+"""How the library numbers dtypes, in ``qkv.cpp``."""
+_ATTENTION = {
+    (torch.float32, torch.float32): "fp32_fp32",
+    (torch.float32, torch.int8): "fp32_int8",
+    (torch.float32, torch.float8_e4m3fn): "fp32_e4m3",
+    (torch.bfloat16, torch.bfloat16): "bf16_bf16",
+    (torch.bfloat16, torch.int8): "bf16_int8",
+    (torch.bfloat16, torch.float8_e4m3fn): "bf16_e4m3",
+}
+Function = Callable[..., None]
 
 
 class Kernels:
@@ -55,22 +40,31 @@ class Kernels:
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self.panel_width = int(library.panel_width())
-        self._linear = {torch.bfloat16: library.linear_bf16, torch.float32: library.linear_fp32}
-        for function in self._linear.values():
-            function.restype = None
-            function.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int]
+        # x, its rows; a `LinearWeight` by reference; y; threads. See ``linear.cpp``.
+        linear = [c_void_p, c_int64, c_void_p, c_void_p, c_int]
+        kinds = ("fp32", "bf16", "int8", "int4")
+        self._linear = {kind: _declared(library, f"linear_{kind}", linear) for kind in kinds}
+        # x, delta or null, weight, y; rows, columns; eps; threads. See ``norm.cpp``.
+        add_norm = [*[c_void_p] * 4, c_int64, c_int64, c_float, c_int]
+        # Gate and up side by side, y; rows, columns of y; threads. See ``gate.cpp``.
+        silu_mul = [c_void_p, c_void_p, c_int64, c_int64, c_int]
+        by_dtype = PLAIN_KINDS.items()
+        self.add_norm = {dtype: _declared(library, f"add_norm_{kind}", add_norm) for dtype, kind in by_dtype}
+        self.silu_mul = {dtype: _declared(library, f"silu_mul_{kind}", silu_mul) for dtype, kind in by_dtype}
+        # A `QKVStep` and a `QKVLayer` by reference; threads.
+        self.store_qkv = _declared(library, "store_qkv", [c_void_p, c_void_p, c_int])
+        # An `AttentionItems` and an `AttentionLayer` by reference; threads.
+        self._attention = {
+            dtypes: _declared(library, f"attention_{name}", [c_void_p, c_void_p, c_int])
+            for dtypes, name in _ATTENTION.items()
+        }
         self.awake = _Awake(library)
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PanelWeight:
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Panels:
         """Lay out a weight [out, in] on the CPU in bfloat16 or float32. Raises ValueError for others."""
-        if weight.dtype not in self._linear or weight.dim() != 2 or weight.device.type != "cpu":
-            raise ValueError(
-                f"weights are {weight.dtype} {list(weight.shape)} on {weight.device}, "
-                "bfloat16 or float32 [out, in] on the CPU is needed"
-            )
-        return PanelWeight(weight, bias, self.panel_width)
+        return panels.plain(weight, bias, self.panel_width)
 
-    def linear(self, x: Tensor, weight: PanelWeight) -> Tensor:
+    def linear(self, x: Tensor, weight: Panels) -> Tensor:
         """x [rows, in] of any dtype -> float32 [rows, out]: ``x @ weight.T + bias`` with float32 sums.
 
         Each row's sums run in the same order however many rows there are. Raises ValueError if x does not
@@ -83,32 +77,40 @@ class Kernels:
         y = torch.empty(rows, width)
         if rows:
             x = x.to(torch.float32).contiguous()
-            self._linear[weight.panels.dtype](
-                x.data_ptr(),
-                rows,
-                weight.panels_at,
-                weight.num_panels,
-                cols,
-                weight.bias_at,
-                y.data_ptr(),
-                torch.get_num_threads(),
+            self._linear[weight.kind](
+                x.data_ptr(), rows, byref(weight.described), y.data_ptr(), torch.get_num_threads()
             )
         return y if width == out else y[:, :out].contiguous()
+
+    def attention(self, compute: torch.dtype, held: torch.dtype) -> Function:
+        """What attends with queries in ``compute`` to keys and values held in ``held``.
+
+        Raises ValueError where there is none.
+        """
+        function = self._attention.get((compute, held))
+        if function is None:
+            raise ValueError(f"there is no attention in {compute} over keys and values in {held}")
+        return function
 
 
 class _Awake:
     """While entered, and it may be entered several times, the library's threads stay awake between jobs."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._begins, self._ends = library.pass_begins, library.pass_ends
-        for mark in (self._begins, self._ends):
-            mark.restype, mark.argtypes = None, []
+        self._begins, self._ends = (_declared(library, name, []) for name in ("pass_begins", "pass_ends"))
 
     def __enter__(self) -> None:
         self._begins()
 
     def __exit__(self, *_: object) -> None:
         self._ends()
+
+
+def _declared(library: ctypes.CDLL, name: str, types: list[Any]) -> Function:
+    function = getattr(library, name)
+    function.restype, function.argtypes = None, types
+    declared: Function = function
+    return declared
 
 
 _lock = threading.Lock()

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace {
@@ -46,7 +47,7 @@ class Pool {
             for (int64_t chunk = 0; chunk < num_chunks; chunk++) work(context, chunk);
             return;
         }
-        for (; workers < num_threads - 1; workers++) std::thread(&Pool::serve, this, workers).detach();
+        hire(num_threads - 1);
         job_work = work;
         job_context = context;
         job_chunks = num_chunks;
@@ -62,6 +63,14 @@ class Pool {
     std::atomic<int> passes{0};  // forward passes under way
 
   private:
+    void hire(int wanted) {
+        for (; workers < wanted; workers++) try {
+                std::thread(&Pool::serve, this, workers).detach();
+            } catch (const std::system_error&) {
+                return;  // the system gives no more threads: those that there are do the work
+            }
+    }
+
     // Take one chunk of the present job and compute it; false if there is none for this helper.
     bool take_chunk(int helper) {
         uint64_t seen = tickets;

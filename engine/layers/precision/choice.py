@@ -6,8 +6,9 @@ arithmetic, and which kernel is best for each differs widely between CPUs.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from engine.layers.linear import ByRows, merged
 from engine.layers.precision.forms import PrecisionForm, precision_forms, refused_forms
 from engine.layers.precision.product import ERRORS, Product, held_bytes
 from engine.layers.precision.weights import Kind, QuantizedWeight
+from engine.native import forward_pass
 
 PROBE_ROWS = (1, 4, 16, 64, 256)
 """Numbers of rows that are measured. A choice holds from above the one before up to its number."""
@@ -24,6 +26,7 @@ FEW = 4  # up to so many rows pass over all samples, which shall not fit into ca
 MANY_ROWS_SAMPLES = 4
 SAME_LAYOUT_GAIN = 0.9  # a form that holds nothing more must take at most this part of the time
 EXTRA_LAYOUT_GAIN = 0.75  # and one that holds the weight a second time, this part
+NATIVE = "native"  # a layout that serves every number of rows or none, so that nothing is held twice
 HOPELESS = 3.0  # a form that takes this many times as long as another is not measured for more rows
 
 
@@ -138,6 +141,21 @@ def choose_precision(
     if not timed:
         return PrecisionChoice((1,), (forms[0],), kind)
     times = measure(forms, samples, device) if len(forms) > 1 else {forms[0]: dict.fromkeys(PROBE_ROWS, 0.0)}
+    native = [form for form in forms if form.layout == NATIVE]
+    others = [form for form in forms if form.layout != NATIVE]
+    found = _by_rows(others, times, kind) if others else None
+    # What it takes of the others' time, all numbers of rows counting the same.
+    gains = (
+        [times[native[0]][n] / times[found.form_for(n)][n] for n in PROBE_ROWS] if native and found else []
+    )
+    if found is None or (gains and math.prod(gains) < 1):
+        return PrecisionChoice((1,), (native[0],), kind)
+    return found
+
+
+def _by_rows(
+    forms: Sequence[PrecisionForm], times: Mapping[PrecisionForm, Mapping[int, float]], kind: Kind
+) -> PrecisionChoice:
     # What serves many rows is held anyway and only gives way to something clearly better.
     base = min(forms, key=lambda form: times[form][PROBE_ROWS[-2]] + times[form][PROBE_ROWS[-1]])
     chosen = []
@@ -185,11 +203,12 @@ def measure(
 
 def _pass_s(products: Sequence[Product], inputs: dict[int, Tensor], device: torch.device) -> float:
     _finish(device)
-    start = time.perf_counter()
-    for product in products:
-        product(inputs[product.shape[1]])
-    _finish(device)
-    return time.perf_counter() - start
+    with forward_pass():
+        start = time.perf_counter()
+        for product in products:
+            product(inputs[product.shape[1]])
+        _finish(device)
+        return time.perf_counter() - start
 
 
 def _finish(device: torch.device) -> None:

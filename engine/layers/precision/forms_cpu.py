@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from engine.layers.precision import int4pack
+from engine.layers.precision.codes import unpack_nibbles
 from engine.layers.precision.product import ERRORS, Multiply, Offer, quantize_rows_fp8
 from engine.layers.precision.tiles import tiles_of
 from engine.layers.precision.weights import Fp8Weight, Int4Weight, Int8Weight, Kind, QuantizedWeight
+from engine.native import kernels, panels, unavailable
 
 INT8PACK_COLUMNS = 32
 
@@ -115,6 +117,28 @@ def _packed(weight: Int4Weight, shared: dict[str, Tensor]) -> int4pack.Packed:
     return int4pack.Packed(shared["int4 codes"], shared["int4 scales"], *weight.shape, group)
 
 
+def refuses_native(weight: QuantizedWeight) -> str | None:
+    """Four-bit weights of any group, and int8 with one scale a channel."""
+    if not isinstance(weight, Int4Weight) and not (isinstance(weight, Int8Weight) and weight.per_channel):
+        return "it needs int4 codes, or int8 codes with one scale a channel and no zeros"
+    return unavailable() or None
+
+
+def native(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
+    """The product in C++: codes are widened in registers, nothing is rounded but float32 sums."""
+    found = kernels()
+    assert found is not None  # or `refuses_native` gave the reason
+    if isinstance(weight, Int8Weight):
+        held = panels.int8(weight.codes, weight.scales[0], found.panel_width)
+    else:
+        assert isinstance(weight, Int4Weight)
+        zeros = torch.full(weight.scales.shape, 8) if weight.zeros is None else weight.zeros
+        codes = unpack_nibbles(weight.codes)
+        held = panels.int4(codes, weight.scales, zeros, weight.group, found.panel_width)
+    return Multiply(lambda x: found.linear(x, held), held.held)
+
+
+_NATIVE = Offer("native", "kept", "native", native, refuses_native)
 _EXPANDED = Offer("dequant-fp32gemm", "kept", "plain", expanded_fp32)
 _EXPANDED_BF16 = Offer("dequant-bf16gemm", "bfloat16", "plain", expanded_bf16, needs_fast_bfloat16)
 
@@ -123,11 +147,13 @@ OFFERED: dict[Kind, tuple[Offer, ...]] = {
         _EXPANDED,
         _EXPANDED_BF16,
         Offer("int8pack", "bfloat16", "plain", int8pack, refuses_int8pack),
+        _NATIVE,
     ),
     "int4": (
         Offer("dequant-fp32gemm", "kept", "int4pack", expanded_fp32, error=ERRORS["bfloat16"]),
         Offer("int4pack", "bfloat16", "int4pack", int4_kernel, int4pack.refuses),
         Offer("codes-fp32gemm", "kept", "plain", expanded_codes, exact_only=True),
+        _NATIVE,
     ),
     "fp8": (
         _EXPANDED,

@@ -84,7 +84,7 @@ def test_a_second_form_needs_memory_and_a_clear_gain(monkeypatch: pytest.MonkeyP
 def test_of_two_that_are_about_as_fast_the_smaller_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, wide = _names(torch.bfloat16)
     weights = [torch.ones(8, 8, dtype=torch.bfloat16)]
-    for slower, chosen in ((2.1, plain), (2.5, wide)):
+    for slower, chosen in ((2.35, plain), (3.0, wide)):
         _times(monkeypatch, _seconds(torch.bfloat16) | {plain: (2, 2, 2, slower), wide: (2, 2, 2, 1.8)})  # type: ignore[arg-type]
         assert choose(weights, total_elements=64, device=CPU, free_bytes=1 << 30).name == chosen
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,19 @@ from engine.native import build as build_module
 from engine.native.build import NotBuilt, build
 
 
-def test_it_is_compiled_once_and_nobody_else_may_write_there(tmp_path: Path) -> None:
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small source in the place of the kernels, which take a while to compile."""
+    made = tmp_path / "small.cpp"
+    made.write_text('#include "small.h"\nextern "C" int panel_width() { return WIDTH; }')
+    header = tmp_path / "small.h"
+    header.write_text("constexpr int WIDTH = 1;")
+    monkeypatch.setattr(build_module, "SOURCES", (made,))
+    monkeypatch.setattr(build_module, "HEADERS", (header,))
+    return made
+
+
+def test_it_is_compiled_once_and_nobody_else_may_write_there(tmp_path: Path, source: Path) -> None:
     first = build(tmp_path / "kernels")
     made = first.stat()
     assert build(tmp_path / "kernels") == first
@@ -45,9 +59,22 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     assert list((tmp_path / "kernels").iterdir()) == []
 
 
-def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = build(tmp_path / "kernels")
-    other = tmp_path / "other.cpp"
-    other.write_text('extern "C" int panel_width() { return 1; }')
-    monkeypatch.setattr(build_module, "SOURCES", (other,))
-    assert build(tmp_path / "kernels") != first
+def test_another_source_or_header_is_another_library(tmp_path: Path, source: Path) -> None:
+    built = {build(tmp_path / "kernels")}
+    source.with_suffix(".h").write_text("constexpr int WIDTH = 2;")
+    built.add(build(tmp_path / "kernels"))
+    source.write_text('extern "C" int panel_width() { return 1; }')
+    built.add(build(tmp_path / "kernels"))
+    assert len(built) == 3
+
+
+def test_the_kernels_and_all_that_they_include_are_there() -> None:
+    """In an installed copy too: they are no Python modules, which are installed without being asked for."""
+    names = {path.name for path in (*build_module.SOURCES, *build_module.HEADERS)}
+    assert {"linear.cpp", "threads.h"} <= names
+    for source in build_module.SOURCES:
+        included = re.findall(r'#include "(.*)"', source.read_text("utf-8"))
+        assert set(included) <= names, source.name
+    project = Path(__file__).parents[3] / "pyproject.toml"
+    patterns = tomllib.loads(project.read_text("utf-8"))["tool"]["setuptools"]["package-data"]
+    assert {"native/*.cpp", "native/*.h"} <= set(patterns["engine"])

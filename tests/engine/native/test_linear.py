@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.native import Kernels, kernels, unavailable
+from engine.native import Kernels, kernels, panels, unavailable
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -51,6 +51,37 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(native: Kernels, dtype: tor
     whole = native.linear(x, packed)
     for rows in range(1, 62):
         assert torch.equal(native.linear(x[:rows], packed), whole[:rows]), rows
+
+
+@pytest.mark.parametrize(
+    ("out", "cols", "group"), [(1, 2, 2), (33, 1030, 128), (200, 96, 40), (576, 1536, 128)]
+)
+def test_codes_are_multiplied_as_the_weight_that_they_stand_for(
+    native: Kernels, out: int, cols: int, group: int
+) -> None:
+    """int8 with a scale a channel and int4 in groups, also where a group ends within a block or with one."""
+    generator = torch.Generator().manual_seed(out)
+    width, groups = native.panel_width, -(-cols // group)
+    codes8 = torch.randint(-128, 128, (out, cols), generator=generator, dtype=torch.int8)
+    scales8 = torch.rand(out, generator=generator) + 0.01
+    codes4 = torch.randint(0, 16, (out, cols), generator=generator, dtype=torch.uint8)
+    scales4 = torch.rand(groups, out, generator=generator) + 0.01
+    zeros4 = torch.randint(0, 17, (groups, out), generator=generator)
+    by_channel = [each.t().repeat_interleave(group, 1)[:, :cols].double() for each in (zeros4, scales4)]
+    cases = {
+        "int8": (panels.int8(codes8, scales8, width), codes8.double() * scales8.double().unsqueeze(1)),
+        "int4": (
+            panels.int4(codes4, scales4, zeros4, group, width),
+            (codes4.double() - by_channel[0]) * by_channel[1],
+        ),
+    }
+    x = torch.randn(61, cols, generator=generator)
+    for kind, (packed, weight) in cases.items():
+        whole = native.linear(x, packed)
+        exact, size = x.double() @ weight.t(), x.double().abs() @ weight.abs().t()
+        assert bool(((whole.double() - exact).abs() <= (cols + 3) * 2.0**-24 * size + 1e-30).all()), kind
+        for rows in range(1, 61):
+            assert torch.equal(native.linear(x[:rows], packed), whole[:rows]), (kind, rows)
 
 
 def test_a_row_does_not_depend_on_the_number_of_threads(native: Kernels) -> None:

@@ -53,6 +53,16 @@ def test_a_gain_within_the_noise_changes_nothing(monkeypatch: pytest.MonkeyPatch
     assert chosen("int4") == "int4:dequant-fp32gemm"
 
 
+def test_the_native_form_serves_every_number_of_rows_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is held twice: what it loses for many rows is held against what it gains for few."""
+    with_times(monkeypatch, native=(1, 1, 2, 6, 9), dequant_fp32gemm=(5, 5, 5, 5, 5))
+    assert chosen("int4") == "int4:native"
+    with_times(
+        monkeypatch, native=(4, 5, 6, 9, 9), int4pack=(2, 9, 9, 9, 9), dequant_fp32gemm=(5, 5, 5, 5, 5)
+    )
+    assert chosen("int4") == "int4:int4pack:1+dequant-fp32gemm:2"
+
+
 def test_a_second_copy_needs_a_clear_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = {form.name: form for form in precision_forms("int4", CPU)}
     two = [forms["int4pack"], forms["codes-fp32gemm"]]

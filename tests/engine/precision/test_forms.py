@@ -203,9 +203,10 @@ def test_bfloat16_products_of_expanded_weights(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_forms_hold(kind: Kind) -> None:
-    """1 byte a weight; int4 half a byte and 3 bytes a group, the kernel 4 bytes for its groups of 64."""
+    """1 byte a weight; int4 half a byte and 3 bytes a group, the kernels 4 for 64 channels or 5 for 128."""
     weight = quantize(normal(256, 576), kind)
     each = {"plain": 0.5 + 3 * 5 / 576 if kind == "int4" else 1.0, "int4pack": 0.5 + 4 / 64}
+    each["native"] = 0.5 + 5 * 5 / 576 if kind == "int4" else 1.0
     for form in precision_forms(kind, CPU):
         held = held_bytes((form.build(weight, None, torch.float32),))
         assert held == pytest.approx(256 * 576 * each[form.layout], rel=0.02), form.name

@@ -1,0 +1,54 @@
+"""What the library takes by reference. Fields and their order are those of the C++ sources named."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+
+
+class LinearWeight(ctypes.Structure):
+    """``PanelWeight`` in ``panels.h``."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("codes", "scales", "zeros", "bias")),
+        *((name, c_int64) for name in ("num_panels", "num_cols", "group")),
+    )
+
+
+class AttentionItems(ctypes.Structure):
+    """In ``attention.cpp``: indices of one step, int64."""
+
+    _fields_ = (
+        ("num_items", c_int64),
+        *((name, c_void_p) for name in ("firsts", "counts", "positions", "rows", "tables")),
+        *((name, c_int64) for name in ("table_width", "block_size")),
+    )
+
+
+class AttentionLayer(ctypes.Structure):
+    """In ``attention.cpp``: one layer."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k", "v", "out", "k_scales", "v_scales")),
+        *((name, c_int64) for name in ("q_row", "heads", "kv_heads", "head_dim", "window")),
+        ("scale", c_float),
+    )
+
+
+class QKVStep(ctypes.Structure):
+    """In ``qkv.cpp``: the tokens of one step."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("positions", "slots", "cos", "sin")),
+        *((name, c_int64) for name in ("tokens", "heads", "kv_heads", "head_dim", "rotary_dim")),
+        *((name, c_int) for name in ("product_as", "queries_as", "pool_as")),
+    )
+
+
+class QKVLayer(ctypes.Structure):
+    """In ``qkv.cpp``: one layer."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "head_norm", "factors", "q", "k", "v")),
+        ("eps", c_float),
+    )
