@@ -19,9 +19,10 @@ class Source(Protocol):
 
 def source(device: torch.device) -> Source | None:
     """Where the implementation for a device comes from, None if there is none."""
-    from engine.attention import paged_triton
+    from engine.attention import paged_native, paged_triton
 
-    return paged_triton if device.type == "cuda" else None
+    found: dict[str, Source] = {"cuda": paged_triton, "cpu": paged_native}
+    return found.get(device.type)
 
 
 def probe(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -9,7 +9,7 @@ import torch
 
 from engine.kernels import availability
 from engine.models.spec import ModelSpec
-from engine.ops import triton_ops
+from engine.ops import native_ops, triton_ops
 from engine.ops.base import AddNorm, Gate, Ops, StoreQKV
 from engine.ops.plain import PLAIN
 from engine.ops.triton_sampling import TritonSampling
@@ -34,7 +34,8 @@ class Source(Protocol):
 
 def sources(device: torch.device) -> tuple[Source, ...]:
     """Where fused parts for a device can come from, what is preferred first."""
-    return (triton_ops,) if device.type == "cuda" else ()
+    found: dict[str, tuple[Source, ...]] = {"cuda": (triton_ops,), "cpu": (native_ops,)}
+    return found.get(device.type, ())
 
 
 def probe(knob: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
