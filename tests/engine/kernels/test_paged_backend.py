@@ -64,8 +64,7 @@ def test_ids_are_those_of_transformers(architecture: str, knobs: dict[str, KnobV
     assert {step.attention for step in engine.heard.steps} == {"paged"}
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize(("kv_dtype", "fused"), [("fp8_e4m3", True), ("int8", False)])
 def test_keys_and_values_in_8_bits_give_what_sdpa_gives(kv_dtype: str, fused: bool) -> None:
     """A31: with the same scales, whoever writes the codes."""
     answers = []
