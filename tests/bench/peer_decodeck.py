@@ -1,48 +1,80 @@
-"""Runs a plan on our engine. ``python -m tests.bench.peer_decodeck PLAN OUT DTYPE THREADS``."""
+"""Our engine, as the product runs it. ``python -m tests.bench.peer_decodeck PLAN MODEL THREADS DTYPE KNOBS``.
+
+KNOBS is a JSON object of knobs that differ from their defaults. Each order has a client of its own: between
+orders, which can be minutes, nobody listens.
+"""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 
+from ipc import messages as m
 from ipc.client import Client
 from tests.bench.engine_process import Collector, configure, engine
-from tests.bench.timing import RequestTimes, Run
-from tests.bench.workloads import Item, Plan, each
+from tests.bench.peer_loop import Ceilings, Ready, Times, serve
+from tests.bench.timing import RequestTimes
+from tests.bench.workloads import Item
+
+ROWS_S = 0.5  # the last step's row comes a little after its tokens
 
 
-def _run(client: Client, items: list[Item]) -> list[RequestTimes]:
-    collector = Collector(client)
-    collector.run([item.ids for item in items], [item.out for item in items])
-    return [
-        RequestTimes(len(item.ids), times, done.row.cached_tok if done is not None else 0)
-        for item, times, done in zip(items, collector.token_s, collector.done, strict=True)
-    ]
+class Decodeck:
+    def __init__(self, ctl: str, knobs: Mapping[str, m.KnobValue]) -> None:
+        self._ctl = ctl
+        with self._client() as (client, welcome):
+            self._engine = welcome.engine
+            self._device = client.wait_ready().device
+            configure(client, dict(knobs))
+
+    def about(self) -> Ready:
+        device = self._device
+        ceilings = None
+        if device is not None and device.read_bytes_per_s and device.flops_per_s:
+            ceilings = Ceilings(device.read_bytes_per_s, device.flops_per_s)
+        return Ready(f"{self._engine.version}, torch {self._engine.torch}", ceilings=ceilings)
+
+    def prepare(self, arm: str) -> None:
+        with self._client() as (client, _):
+            configure(client, {"prefix_cache": arm != "cache_off"})
+
+    def run(self, items: list[Item]) -> Times:
+        with self._client() as (client, _):
+            collector = Collector(client)
+            collector.run([item.ids for item in items], [item.out for item in items])
+            steps = _steps(client)
+        requests = [
+            RequestTimes(len(item.ids), times, done.row.cached_tok if done is not None else 0)
+            for item, times, done in zip(items, collector.token_s, collector.done, strict=True)
+        ]
+        return Times(requests, steps)
+
+    @contextmanager
+    def _client(self) -> Iterator[tuple[Client, m.Welcome]]:
+        with Client(self._ctl) as client:
+            client.subscribe(["step"])
+            yield client, client.hello()
 
 
-def main(plan_file: str, out_file: str, dtype: str, threads: str) -> None:
-    plan = msgspec.json.decode(Path(plan_file).read_bytes(), type=Plan)
-    runs: list[Run] = []
-    with (
-        engine(plan.model, "--dtype", dtype, "--threads", threads, "--device", "cpu") as ctl,
-        Client(ctl) as client,
-    ):
-        version = client.hello().engine.version
-        client.wait_ready()
-        for workload, arm, index, items in each(plan):
-            if index == 0:
-                configure(client, {"prefix_cache": arm != "cache_off"})
-                _run(client, plan.warm_up)
-            times = _run(client, items)
-            limit = (len(items) - 1) * len(items[0].ids) if arm == "cache_on" else 0
-            cached = sum(request.cached_tok for request in times)
-            if cached > limit and len(items) > 1:
-                raise RuntimeError(f"{workload} {arm}: {cached} cached tokens, {limit} at most can be honest")
-            runs.append(Run("decodeck", version, dtype, workload, arm, times))
-            print(f"decodeck {dtype} {workload} {arm} {index}", file=sys.stderr, flush=True)
-    Path(out_file).write_bytes(msgspec.json.encode(runs))
+def _steps(client: Client) -> list[tuple[int, int]]:
+    """Bytes and operations of each step of the run that has just ended."""
+    rows: list[m.StepRow] = []
+    deadline = time.monotonic() + ROWS_S
+    while (left := deadline - time.monotonic()) > 0:
+        for _, _, message in client.telemetry(left):
+            if isinstance(message, m.StepRows):
+                rows += message.rows
+    return [(row.weight_bytes + row.kv_bytes, row.flops) for row in rows]
+
+
+def main(plan_file: str, model: str, threads: str, dtype: str, knobs: str) -> None:
+    values = msgspec.json.decode(knobs, type=dict[str, m.KnobValue])
+    with engine(model, "--dtype", dtype, "--threads", threads, "--device", "cpu") as ctl:
+        serve(plan_file, lambda: Decodeck(ctl, values))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs a plan on transformers. ``python -m tests.bench.peer_transformers PLAN OUT MODE DTYPE THREADS``.
+"""transformers. ``python -m tests.bench.peer_transformers PLAN MODEL THREADS DTYPE MODE``.
 
 MODE: ``generate`` (one request after the other), ``generate_batch`` (its continuous batching with its own
 defaults), ``generate_batch_tuned`` (the settings that were fastest on a CPU). The weights are the very
@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from engine.models.loader import load_model
-from tests.bench.timing import RequestTimes, Run
-from tests.bench.workloads import Item, Plan, each
+from tests.bench.peer_loop import Ready, Times, serve
+from tests.bench.timing import RequestTimes
+from tests.bench.workloads import Item
 
 TUNED: dict[str, Any] = {"num_blocks": 64, "max_batch_tokens": 256}
 
@@ -145,31 +145,35 @@ def run_batch(manager: Any, items: list[Item]) -> list[RequestTimes]:
     ]
 
 
-def main(plan_file: str, out_file: str, mode: str, dtype: str, threads: str) -> None:
-    plan = msgspec.json.decode(Path(plan_file).read_bytes(), type=Plan)
-    torch.set_num_threads(int(threads))
-    transformers.logging.set_verbosity_error()
-    model = hf_model(Path(plan.model), getattr(torch, dtype))
-    runs: list[Run] = []
+class Transformers:
+    """One of its three modes. A prefix cache there is, for requests that run in a batch."""
 
-    def measure(run: Any) -> None:
-        run(plan.warm_up)
-        for workload, arm, index, items in each(plan):
-            if arm == "cache_off" or (mode == "generate" and workload in ("W2", "W3") and index > 0):
-                continue  # transformers has no such switch; and many requests one by one take minutes
-            times = run(items)
-            for item, request in zip(items, times, strict=True):
-                if len(request.token_s) != item.out:
-                    raise RuntimeError(f"{workload}: {len(request.token_s)} tokens instead of {item.out}")
-            runs.append(Run(f"transformers {mode}", transformers.__version__, dtype, workload, arm, times))
-            print(f"transformers {mode} {dtype} {workload} {arm} {index}", file=sys.stderr, flush=True)
+    def __init__(self, path: Path, threads: int, dtype: torch.dtype, mode: str) -> None:
+        torch.set_num_threads(threads)
+        transformers.logging.set_verbosity_error()
+        self._model = hf_model(path, dtype)
+        self._mode = mode
+        self._sharing = True
 
-    if mode == "generate":
-        measure(lambda items: run_generate(model, items))
-    else:
-        with batch_manager(model, TUNED if mode == "generate_batch_tuned" else {}) as manager:
-            measure(lambda items: run_batch(manager, items))
-    Path(out_file).write_bytes(msgspec.json.encode(runs))
+    def about(self) -> Ready:
+        one_by_one = "one request after the other" if self._mode == "generate" else ""
+        return Ready(f"{transformers.__version__}, torch {torch.__version__}", one_by_one)
+
+    def prepare(self, arm: str) -> None:
+        self._sharing = arm != "cache_off"
+
+    def run(self, items: list[Item]) -> Times:
+        if self._mode == "generate":
+            return Times(run_generate(self._model, items))
+        settings = {"allow_block_sharing": self._sharing}
+        if self._mode == "generate_batch_tuned":
+            settings |= TUNED
+        with batch_manager(self._model, settings) as manager:
+            return Times(run_batch(manager, items))
+
+
+def main(plan_file: str, model: str, threads: str, dtype: str, mode: str) -> None:
+    serve(plan_file, lambda: Transformers(Path(model), int(threads), getattr(torch, dtype), mode))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from tests.bench.peers import Goal, goals, rows_of, table
+from tests.bench.peer_loop import Ceilings
+from tests.bench.peer_report import rows_of, table
 from tests.bench.timing import RequestTimes, Run
 from tests.bench.workloads import build, each
 
@@ -36,23 +37,17 @@ def test_one_token_has_no_time_per_token() -> None:
     assert " - " in table([row])
 
 
-def test_goals_take_the_better_of_the_two_batched_settings() -> None:
-    rows = rows_of(
-        [
-            _run("decodeck", "W2", "plain", 1.0),
-            _run("transformers generate_batch", "W2", "plain", 8.0),
-            _run("transformers generate_batch_tuned", "W2", "plain", 4.0),
-            _run("decodeck", "W3", "cache_on", 1.0),
-            _run("decodeck", "W3", "cache_off", 2.0),
-        ]
+def test_the_roofline_takes_the_slower_ceiling_of_each_step() -> None:
+    run = Run(
+        "decodeck", "1", "bfloat16", "W4", "plain", [RequestTimes(8, [4.0])], steps=[(100, 1), (10, 300)]
     )
-    found = {goal.text[:2]: goal for goal in goals(rows)}
-    assert found["W2"].ratio == pytest.approx(4.0)
-    assert found["W2"].holds
-    assert found["W3"].ratio == pytest.approx(2.0)
-    assert not found["W3"].holds
-    assert "W1" not in found
-    assert Goal(text="", ours=3.0, theirs=1.0, at_least=3.0).holds
+    (row,) = rows_of([run], Ceilings(read_bytes_per_s=100.0, flops_per_s=300.0))
+    assert row.of_roofline is not None
+    assert row.of_roofline.median == pytest.approx((1.0 + 1.0) / 4.0)
+    assert (row.moved_gb, row.gflop) == (110e-9, 301e-9)
+    assert "50 [50 50]" in table([row])
+    (without,) = rows_of([run])
+    assert without.of_roofline is None
 
 
 def test_every_stretch_of_the_text_is_used_once() -> None:

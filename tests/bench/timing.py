@@ -29,6 +29,9 @@ class Run(msgspec.Struct, frozen=True):
     workload: str
     arm: str
     requests: list[RequestTimes]
+    index: int = 0
+    steps: list[tuple[int, int]] = []  # bytes moved and operations of each step, where the engine tells them
+    others_cores: float = 0.0  # processors that were busy with something else
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -53,6 +56,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tok_s: Spread
     wall_s: Spread
     cached_tok: Spread
+    others_cores: Spread
+    moved_gb: float | None = None  # by the steps of the last repetition, as the engine models them
+    gflop: float | None = None
+    of_roofline: Spread | None = None  # the shortest time that the ceilings allow, by the wall time
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -90,20 +97,37 @@ def prefill_tok_s(run: Run) -> float:
     return sum(request.prompt_tok for request in run.requests) / max(r.token_s[0] for r in run.requests)
 
 
-def row(runs: Sequence[Run]) -> Row:
-    """The repetitions of one workload and arm on one peer, summed up."""
-    first = runs[0]
+def title(run: Run) -> str:
+    """The workload, with its arm where it has several."""
+    return run.workload if run.arm == "plain" else f"{run.workload} {run.arm}"
+
+
+def roofline_s(run: Run, bytes_per_s: float, flops_per_s: float) -> float:
+    """The least time for a run's steps: each takes as long as its bytes or its operations, the longer one."""
+    return sum(max(moved / bytes_per_s, flops / flops_per_s) for moved, flops in run.steps)
+
+
+def row(runs: Sequence[Run], ceilings: tuple[float, float] | None = None) -> Row:
+    """The repetitions of one workload and arm on one peer, summed up.
+
+    ``ceilings``: bytes and operations a second that the machine reaches.
+    """
+    first, last = runs[0], runs[-1]
     tpots = [value for run in runs if (value := tpot_ms(run)) is not None]
-    name = first.workload if first.arm == "plain" else f"{first.workload} {first.arm}"
+    roofs = [roofline_s(run, *ceilings) / wall_s(run) for run in runs if run.steps] if ceilings else []
     return Row(
         engine=first.engine,
         version=first.version,
         dtype=first.dtype,
-        workload=name,
+        workload=title(first),
         ttft_ms=spread([ttft_ms(run) for run in runs]),
         tpot_ms=spread(tpots) if tpots else None,
         out_tok_s=spread([out_tok_s(run) for run in runs]),
         prefill_tok_s=spread([prefill_tok_s(run) for run in runs]),
         wall_s=spread([wall_s(run) for run in runs]),
         cached_tok=spread([float(sum(r.cached_tok for r in run.requests)) for run in runs]),
+        others_cores=spread([run.others_cores for run in runs]),
+        moved_gb=sum(moved for moved, _ in last.steps) / 1e9 if last.steps else None,
+        gflop=sum(flops for _, flops in last.steps) / 1e9 if last.steps else None,
+        of_roofline=spread(roofs) if roofs else None,
     )
