@@ -58,20 +58,20 @@ def _address(process: subprocess.Popen[str], log: object) -> str:
     raise RuntimeError(f"the engine did not say where it listens (exit status {process.poll()})")
 
 
-def configure(client: Client, patch: dict[str, m.KnobValue]) -> None:
+def configure(client: Client, patch: dict[str, m.KnobValue], timeout_s: float = 60.0) -> None:
     """Change knobs and wait until the engine runs with them."""
     current = client.config()
     changes = {knob: value for knob, value in patch.items() if current.values[knob] != value}
     if not changes:
         return
     client.configure(changes, expect_rev=current.rev)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         now = client.config()
         if all(now.values[knob] == value for knob, value in changes.items()):
             return
         time.sleep(0.02)
-    raise RuntimeError(f"the engine did not apply {changes} within 60 s")
+    raise RuntimeError(f"the engine did not apply {changes} within {timeout_s:g} s")
 
 
 class Collector:

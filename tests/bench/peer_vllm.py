@@ -1,6 +1,6 @@
-"""vLLM on the CPU, in this process. ``python -m tests.bench.peer_vllm PLAN HF_FOLDER THREADS DTYPE``.
+"""vLLM on the CPU, its engine in its own process. ``python -m tests.bench.peer_vllm PLAN HF THREADS DTYPE``.
 
-Its prefix cache is on, as by default; requests of the arm ``cache_off`` do not read it.
+HF is a Hugging Face folder. The prefix cache is on, as by default; requests of ``cache_off`` do not read it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Vllm:
     def __init__(self, folder: str, threads: int, dtype: str) -> None:
         cpus = sorted(os.sched_getaffinity(0))[:threads]
         os.environ.update(
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine steps here, and does nothing between orders
             VLLM_CPU_KVCACHE_SPACE=KV_GIB,
             VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, cpus)),
+            VLLM_HOST_IP="127.0.0.1",  # its processes talk over this machine's loopback only
             VLLM_NO_USAGE_STATS="1",
             HF_HUB_OFFLINE="1",
         )
