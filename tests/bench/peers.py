@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         plan = Path(folder) / "plan.json"
         asked = [str(plan), str(model), args.workloads, str(args.repeats), str(args.seed)]
-        peer_setup.run([sys.executable, "-m", "tests.bench.make_plan", *asked], cwd=ROOT)
+        subprocess.run([sys.executable, "-m", "tests.bench.make_plan", *asked], cwd=ROOT, check=True)
         report = compare(args, model, plan, stack)
     print(peer_report.text(report))
     for workload in args.workloads.split(","):
