@@ -24,6 +24,7 @@ from engine.knobs import BY_ID
 from engine.loop import BlockView, EngineCore, Event, RequestRefused
 from engine.models.loader import LoadedModel
 from engine.ops.choice import FUSED, SAMPLING
+from engine.prefix_cache import Match
 from engine.request import Request
 from ipc import codec
 from ipc.messages import (
@@ -76,8 +77,9 @@ FLIPS: dict[str, tuple[KnobValue, ...]] = {
 }
 MAX_AGEING_S = 0.5
 # Who came so many steps later is behind in the order for good, whatever the priorities; the rest is for
-# requests passed over because the prefix that they wait for is being computed, and for swaps.
+# swaps.
 WINDOW = round((LEVELS - 1) * MAX_AGEING_S * 1e9 / STEP_NS) + 100
+MAX_PASSED = 20  # steps in a row in which a request is passed over for its prefix; four are seen
 MAX_QUIET = 50  # steps without a token or an end while requests are open; four are seen
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ<"  # begins of tokens, or the whole of them
 
@@ -123,6 +125,7 @@ class Soak:
         knobs = KnobStore(KnobContext(reasons=cannot), SWAP_SPACE)
         self.core = EngineCore(loaded, config, knobs, self.sink, **clock)
         self.core._rids = count(FIRST_RID)
+        self._watch_passing()
         self.flips = {knob: values for knob, values in FLIPS.items() if knob not in cannot}
         self.flips["kv_pool_gib"] = self._pools
         self._prefixes = [self._ids(n) for n in (8, 16, 24)]
@@ -289,14 +292,41 @@ class Soak:
     def _row(self, event: RequestRow) -> None:
         if event.sched_ns is None or event.rid not in self._unstarted:
             return
+        self._passed.pop(event.rid, None)
         arrived = self._unstarted.pop(event.rid)
         oldest = next(iter(self._unstarted.values()), arrived)
-        if self._in_order and arrived - oldest > WINDOW:
+        if self._in_order and arrived - oldest > WINDOW and not self._is_passed(next(iter(self._unstarted))):
             self.faults.append(f"a request of step {oldest} was overtaken by one of step {arrived}")
+
+    def _watch_passing(self) -> None:
+        """Note who is passed over because its prefix is being computed, and since when without a pause.
+
+        Somebody behind may then take the free place. How much later that one came says nothing: both may have
+        waited long, for a place that nobody got.
+        """
+        self._passed: dict[int, tuple[int, int]] = {}  # rid -> first and last step of the latest such time
+        is_coming = self.core.scheduler.is_coming
+
+        def watched(request: Request, match: Match) -> bool:
+            coming, step = is_coming(request, match), len(self._arrived) - 1
+            if coming and request.rid in self._unstarted:
+                first, last = self._passed.get(request.rid, (step, step))
+                first = first if step - last <= 1 else step
+                self._passed[request.rid] = first, step
+                if step - first > MAX_PASSED:
+                    self.faults.append(f"request {request.rid} was passed over in steps {first} to {step}")
+            return coming
+
+        self.core.scheduler.is_coming = watched  # type: ignore[method-assign]
+
+    def _is_passed(self, rid: int) -> bool:
+        """Whether a request was passed over for its prefix in this step or the one before."""
+        return self._passed.get(rid, (0, -2))[1] >= len(self._arrived) - 2
 
     def _done(self, event: Done) -> None:
         case = self._open.pop(event.rid, None)
         self._unstarted.pop(event.rid, None)
+        self._passed.pop(event.rid, None)
         if case is None:
             self.faults.append(f"request {event.rid} ended a second time")
             return
