@@ -7,7 +7,7 @@ import torch
 from engine.attention.base import usable
 from engine.graphs import driver
 from engine.models.spec import ModelSpec
-from engine.ops import choice
+from engine.ops import choice, compiled_ops
 
 
 def available(
@@ -16,7 +16,6 @@ def available(
     """Attention backends that can run here, and the reasons of `engine.knob.KnobContext` for what cannot."""
     attention, reasons = usable(spec, device, dtype)
     reasons |= choice.reasons(spec, device, dtype)
-    graphs = driver.probe(device)
-    if graphs is not None:
-        reasons["cuda_graphs"] = graphs
+    others = {"cuda_graphs": driver.probe(device), choice.COMPILE: compiled_ops.probe(device)}
+    reasons |= {knob: reason for knob, reason in others.items() if reason is not None}
     return attention, reasons

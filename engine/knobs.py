@@ -335,8 +335,9 @@ _KERNELS = (
         title="torch.compile",
         type="bool",
         default=False,
-        reason=NOT_BUILT,
-        help="The decoder's layers are compiled.",
+        help="Of the three fused parts, those that are off run as code that torch.compile made, instead of "
+        "one operation after the other. Steps go on while it is made, the first time for up to some minutes. "
+        "In 16 bits results differ by rounding.",
     ),
 )
 

@@ -14,7 +14,7 @@ from engine.knobs import BY_ID
 from engine.layout import Layout, NoRoom, check_room, layout_of
 from engine.models.errors import ModelError
 from engine.models.reading import Progress
-from engine.ops.choice import FUSED, SAMPLING
+from engine.ops.choice import COMPILE, FUSED, SAMPLING
 from engine.plan import Arena, StepPlan
 from engine.runner import CopyFailed
 from engine.scheduler import SchedulerKnobs
@@ -36,13 +36,17 @@ class NoWayBack(Exception):
 
 
 def what_to_fetch(core: EngineCore, proposal: Proposal) -> Callable[[Progress], None] | None:
-    """What loads what a change needs and is not there, for a thread beside the steps; None if nothing is."""
+    """What loads or compiles what a change needs, for a thread beside the steps; None if all is there."""
     values = {**core.knobs.values, **proposal.changed}
-    if proposal.mode == "restart" or not core.drafts.must_fetch(values):
+    weights, code = core.drafts.must_fetch(values), core.runner.must_compile(values)
+    if proposal.mode == "restart" or not (weights or code):
         return None
 
     def fetch(progress: Progress) -> None:
-        core.drafts.fetch(values, core.layout, _wanted(core, values), progress)
+        if code:
+            core.runner.compile_parts(progress)
+        if weights:
+            core.drafts.fetch(values, core.layout, _wanted(core, values), progress)
 
     return fetch
 
@@ -50,7 +54,7 @@ def what_to_fetch(core: EngineCore, proposal: Proposal) -> Callable[[Progress], 
 def carry_out(core: EngineCore, proposal: Proposal, now_ns: int, error: Exception | None = None) -> None:
     """Make the proposed values real and tell of it. No step may be in flight.
 
-    ``error``: why what the change needs could not be loaded.
+    ``error``: why what the change needs could not be loaded or compiled.
 
     On failure everything is put back as it was, but for the content of what was rebuilt already, and the
     reason is told. NoWayBack if even that fails.
@@ -218,7 +222,7 @@ def _apply(
         _convert_weights(core, precision, now_ns)
     if runner.attention_name != values["attention"]:
         runner.set_attention(str(values["attention"]))
-    fused = {knob: bool(values[knob]) for knob in (*FUSED, SAMPLING)}
+    fused = {knob: bool(values[knob]) for knob in (*FUSED, SAMPLING, COMPILE)}
     runner.set_fused(fused)
     core.scheduler.configure(SchedulerKnobs.of(values))
     if layout.pool != core.layout.pool:

@@ -35,8 +35,10 @@ from engine.models.reading import Progress
 from engine.models.spec import ModelSpec
 from engine.native import forward_pass
 from engine.ops.base import Ops
-from engine.ops.choice import SAMPLING, make_ops, make_sampling
+from engine.ops.choice import COMPILE, SAMPLING, make_ops, make_sampling
 from engine.ops.choice import kernels as kernels_of
+from engine.ops.compiled_ops import CompiledParts
+from engine.ops.plain import PLAIN
 from engine.plan import Arena, Copy
 from engine.speculation.verify import DraftSampler
 from engine.step import Inputs, Prepared, StepOutput
@@ -115,6 +117,7 @@ class ModelRunner:
         self._kv_dtype = "model"
         self._builder: BatchBuilder | None = None
         self._fused: Mapping[str, bool] = {}
+        self._compiled = CompiledParts(self.decoder)
         self.graphs = Graphs(self.decoder, device)
         self._host = HostMemory(device, check=check)
         try:
@@ -289,13 +292,23 @@ class ModelRunner:
     def set_fused(self, wanted: Mapping[str, bool]) -> None:
         """Fuse these parts of the decoder and of sampling from the next step on, by the ids of their knobs.
 
-        ValueError with the reason for one that cannot run here.
+        ValueError with the reason for one that cannot run here. Parts that torch is to compile are compiled
+        now, unless `compile_parts` has done so; RuntimeError if they cannot be.
         """
         if wanted == self._fused:  # what was captured with the parts that there are stays good
             return
-        ops = make_ops(wanted, self.spec, self.device, self.decoder.activation_dtype)
+        rest = self._compiled.ops if wanted.get(COMPILE) else PLAIN
+        ops = make_ops(wanted, self.spec, self.device, self.decoder.activation_dtype, rest)
         self.sampler.fused = make_sampling(bool(wanted.get(SAMPLING)), self.device)
         self.decoder.ops, self._fused = ops, dict(wanted)
+
+    def must_compile(self, wanted: Mapping[str, object]) -> bool:
+        """Whether torch has something to compile before `set_fused`, which takes long."""
+        return bool(wanted[COMPILE]) and not self._compiled.ready
+
+    def compile_parts(self, progress: Progress) -> None:
+        """Let torch compile parts of the decoder, while steps go on. RuntimeError if it cannot."""
+        self._compiled.compile(progress)
 
     def release(self, slot: int) -> None:
         """Forget what is kept for a slot. Call it when a request leaves its slot, finished or preempted."""

@@ -11,6 +11,7 @@ from engine.graphs.forward import Capturable, GraphCounts, GraphedForward, Graph
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
+from engine.ops import compiled_ops
 from engine.ops.plain import PLAIN
 
 BUDGET_BYTES = 1 << 30  # of device memory for graphs
@@ -77,4 +78,5 @@ class Graphs:
             return "forward_timing"  # its marks mean something only where they are launched one by one
         if not isinstance(attention, Capturable):
             return "attention"
-        return "rope_kv" if self._decoder.ops.store is PLAIN.store else ""  # it has no padding
+        without_padding = PLAIN.store.name, compiled_ops.NAME
+        return "rope_kv" if self._decoder.ops.store.name in without_padding else ""

@@ -18,6 +18,8 @@ from engine.sampling import FusedSampling
 FUSED = ("fused_norm", "fused_rope_kv", "fused_mlp")
 """The knobs that each fuse one part of a decoder."""
 SAMPLING = "fused_sampling"
+COMPILE = "compile"
+"""The knob that lets torch compile the parts that none of `FUSED` is on for."""
 
 
 class Source(Protocol):
@@ -73,8 +75,13 @@ def make_sampling(wanted: bool, device: torch.device) -> FusedSampling | None:
     return TritonSampling()
 
 
-def make_ops(wanted: Mapping[str, bool], spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Ops:
-    """The parts for values of the knobs of `FUSED`. ValueError with the reason for one that cannot run."""
+def make_ops(
+    wanted: Mapping[str, bool], spec: ModelSpec, device: torch.device, dtype: torch.dtype, rest: Ops = PLAIN
+) -> Ops:
+    """The parts for values of the knobs of `FUSED`, the others from ``rest``.
+
+    ValueError with the reason for one that cannot run.
+    """
     found: dict[str, Source] = {}
     for knob in FUSED:
         if wanted.get(knob):
@@ -84,9 +91,9 @@ def make_ops(wanted: Mapping[str, bool], spec: ModelSpec, device: torch.device, 
             found[knob] = source
     norm, store, gate = map(found.get, FUSED)
     return Ops(
-        norm=PLAIN.norm if norm is None else norm.add_norm(),
-        store=PLAIN.store if store is None else store.store_qkv(),
-        gate=PLAIN.gate if gate is None else gate.gate(),
+        norm=rest.norm if norm is None else norm.add_norm(),
+        store=rest.store if store is None else store.store_qkv(),
+        gate=rest.gate if gate is None else gate.gate(),
     )
 
 

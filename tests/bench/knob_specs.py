@@ -287,6 +287,16 @@ SPECS: tuple[Spec, ...] = (
         otherwise="Where kernels run for longer than it takes to launch them, nothing waits for launches.",
     ),
     Spec(
+        knob="compile",
+        off=False,
+        on=True,
+        workload=w.batch(8, 256, 24),
+        figures=(f.DECODE_STEP_MS, f.OUT_TOK_S, f.ttft()),
+        expected="Norms, rotation and activation read and write each number once.",
+        otherwise="Each call of compiled code first looks at its arguments, which on a CPU takes longer than "
+        "what it saves with so few tokens.",
+    ),
+    Spec(
         knob="fused_mlp",
         off=False,
         on=True,

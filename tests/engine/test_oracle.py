@@ -7,6 +7,7 @@ value of each feature meets each value of every other.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import time
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 
+from engine import runner
 from engine.knobs import KNOBS
-from engine.ops.choice import FUSED
+from engine.ops.choice import COMPILE, FUSED
+from engine.ops.compiled_ops import CompiledParts
 from ipc.messages import KnobValue, Sampling
 from tests.engine.core_harness import Engine, cannot_run
 from tests.engine.oracle import MODELS, NEW_TOKENS, Expected, demo, draft_model, tiny, told
@@ -240,7 +243,7 @@ FLIPS: list[tuple[str, KnobValue, KnobValue]] = [
     ("batched_detokenize", False, True),
     ("result_cache", False, True),
     ("forward_timing", False, True),
-    *((knob, False, True) for knob in (*FUSED, "cuda_graphs")),
+    *((knob, False, True) for knob in (*FUSED, COMPILE, "cuda_graphs")),
 ]
 BESIDE: dict[str, dict[str, KnobValue]] = {
     "batch_wait_ms": {"batching": "static"},
@@ -262,6 +265,7 @@ EFFECTS: dict[str, Callable[[Engine], set[bool]]] = {
         len(step.drafted_at) > 1 for step in engine.heard.steps if step.draft_reqs
     },
     "forward_timing": lambda engine: {step.attention_us is not None for step in engine.heard.steps},
+    "compile": lambda engine: {"norm=compile" in step.kernels for step in engine.heard.steps},
 }
 """Flips whose effect shows in what is told of the run: both ways of it must be there."""
 
@@ -277,9 +281,13 @@ def test_each_lossless_knob_is_flipped() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 @pytest.mark.parametrize(("knob", "first", "second"), FLIPS, ids=[each[0] for each in FLIPS])
-def test_flipped_while_running(architecture: str, knob: str, first: KnobValue, second: KnobValue) -> None:
+def test_flipped_while_running(
+    architecture: str, knob: str, first: KnobValue, second: KnobValue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each knob goes there and back while prompts and decodes are in flight, others are cancelled or end at
     stop strings, and a running request is preempted now and then."""
+    # To make code of what torch recorded takes long, and is tested beside the parts themselves.
+    monkeypatch.setattr(runner, "CompiledParts", functools.partial(CompiledParts, backend="aot_eager"))
     expected = tiny(architecture)
     if reason := cannot_run(expected.loaded).get(knob):
         pytest.skip(reason)

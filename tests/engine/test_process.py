@@ -260,7 +260,7 @@ def test_a_taken_port_and_a_taken_name_are_said_clearly(tmp_path: Path) -> None:
         (["--model", "/", "--knob", "block_size=0"], "block_size=0"),
         (["--model", "/", "--knob", "policy=lifo"], "lifo"),
         (["--model", "/", "--knob", "prefix_cache=maybe"], "maybe"),
-        (["--model", "/", "--knob", "cuda_graphs=true"], "not built yet"),
+        (["--model", "/", "--knob", "attention=fast"], "fast"),
         (["--model", "/", "--knob", "nonsense=1"], "nonsense"),
         (["--model", "/", "--kv-pool-gib", "-1"], "-1"),
         (["--model", "/", "--threads", "0"], "0"),
