@@ -1,9 +1,11 @@
-"""Products with weights in a low precision, each by the kernel that suits the number of rows.
+"""Products with weights in a low precision.
 
-Weights of 8 and 4 bits: up to `MAX_GEMM_ROWS` rows the product reads them as they are
-(`engine.kernels.weight_only_gemm`), for it is bound by reading them. With more rows it is bound by
-arithmetic; then the weight is expanded once a product, and torch multiplies in 16 bits. fp8: rows in 8 bits
-with a scale each, through ``torch._scaled_mm``, which multiplies in fp8.
+Weights of 8 and 4 bits: a product of few rows reads them as they are (`engine.kernels.weight_only_gemm`), for
+it is bound by reading them. One of many rows is bound by arithmetic; there the weight is expanded once a
+product, and torch multiplies in 16 bits. From how many rows on that is better is for the caller to know. fp8:
+rows in 8 bits with a scale each, through ``torch._scaled_mm``, which multiplies in fp8.
+
+All memory comes from torch's allocator and nothing waits for the device, so that graphs can be captured.
 """
 
 from __future__ import annotations
@@ -12,28 +14,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.quantize import quantize
 from engine.kernels.weight_only_gemm import PackedWeight, dequantize, gemm, splits_for
-
-MAX_GEMM_ROWS = 64
-"""Rows up to which weights are widened inside the product. To be measured on each card."""
 
 
 def product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` in x's dtype: x [rows, in], bias [out] -> [rows, out].
 
-    Which kernel serves depends on the number of rows alone, so that a graph can be captured for each.
+    The weight is widened in registers. How input channels are shared among programs depends on the number of
+    rows alone, and their sums are added in a fixed order: a row's result does not change with the others.
     """
-    rows, (out, cols) = x.shape[0], weight.shape
-    if rows > MAX_GEMM_ROWS:
-        wide = torch.empty(out, cols, dtype=x.dtype, device=x.device)
-        dequantize(weight, wide).run()
-        return F.linear(x, wide, bias)
+    rows, out = x.shape[0], weight.shape[0]
     y = torch.empty(rows, out, dtype=x.dtype, device=x.device)
     splits = splits_for(rows, weight) if rows else 1
     sums = None if splits == 1 else torch.empty(splits, rows, out, dtype=torch.float32, device=x.device)
     for launch in gemm(x, weight, y, bias=bias, sums=sums):
         launch.run()
     return y
+
+
+def product_expanded(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """As `product`, the weight being written out in x's dtype first, for torch to multiply with."""
+    wide = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
+    dequantize(weight, wide).run()
+    return F.linear(x, wide, bias)
 
 
 def product_fp8(
@@ -49,3 +53,11 @@ def product_fp8(
     return torch._scaled_mm(
         rows, weight.t(), scale_a=scale.unsqueeze(1), scale_b=weight_scales.unsqueeze(0), out_dtype=dtype
     )
+
+
+def product_quantizing(x: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+    """``x @ (weight * weight_scales).T`` in bfloat16, each row of x in fp8. See `product_fp8`."""
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    quantize(x, codes, scale).run()
+    return product_fp8(codes, scale, weight, weight_scales, torch.bfloat16)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.current_device import make_current
 from engine.layers.linear import ByRows, merged
 from engine.layers.precision.forms import PrecisionForm, precision_forms, refused_forms
 from engine.layers.precision.product import ERRORS, Product, held_bytes
@@ -140,6 +141,7 @@ def choose_precision(
         raise ValueError(f"no form computes {kind} weights with {how} on {device.type} ({why})"[:1000])
     if not timed:
         return PrecisionChoice((1,), (forms[0],), kind)
+    make_current(device)
     times = measure(forms, samples, device) if len(forms) > 1 else {forms[0]: dict.fromkeys(PROBE_ROWS, 0.0)}
     native = [form for form in forms if form.layout == NATIVE]
     others = [form for form in forms if form.layout != NATIVE]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.current_device import make_current
 from engine.layers.precision import forms_cpu, forms_cuda
 from engine.layers.precision.product import ERRORS, Activations, Builder, Offer, Product, reference
 from engine.layers.precision.quantize import quantize
@@ -91,23 +92,29 @@ def _probed(kind: Kind, device: str) -> tuple[tuple[PrecisionForm, ...], tuple[t
 
 def _all_forms(kind: Kind, device_type: str) -> list[PrecisionForm]:
     offered = forms_cuda.OFFERED if device_type == "cuda" else forms_cpu.OFFERED
-    return [
-        PrecisionForm(
-            name=offer.name,
-            kind=kind,
-            activations=offer.activations,
-            layout=offer.layout,
-            error=ERRORS[offer.activations] if offer.error is None else offer.error,
-            builder=offer.builder,
-            refuses=offer.refuses,
-            exact_only=offer.exact_only,
-        )
-        for offer in (REFERENCE, *offered[kind])
-    ]
+    return [form_of(kind, offer) for offer in (REFERENCE, *offered[kind])]
+
+
+def form_of(kind: Kind, offer: Offer) -> PrecisionForm:
+    """What is offered for a kind of weights as a form of it."""
+    return PrecisionForm(
+        name=offer.name,
+        kind=kind,
+        activations=offer.activations,
+        layout=offer.layout,
+        error=ERRORS[offer.activations] if offer.error is None else offer.error,
+        builder=offer.builder,
+        refuses=offer.refuses,
+        exact_only=offer.exact_only,
+    )
 
 
 def probe(form: PrecisionForm, device: torch.device) -> str | None:
-    """Why ``form`` must not be used on this device, or None if its products are right."""
+    """Why ``form`` must not be used on this device, or None if its products are right.
+
+    MemoryError or torch's own if there is no memory to try it with, which says nothing of the form.
+    """
+    make_current(device)
     generator = torch.Generator().manual_seed(0)
     typical = torch.randn(96, 256, generator=generator)
     x = torch.randn(37, 256, generator=generator)
@@ -118,8 +125,10 @@ def probe(form: PrecisionForm, device: torch.device) -> str | None:
         inputs = inputs.to(device)
         try:
             worst = error_of(form, quantized, inputs)
-        except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
-            return f"it does not run here: {str(error).splitlines()[0]}"
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # a kernel's compiler raises what it likes
+            return f"it does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"
         if not worst <= form.error:
             return f"its products are off by {worst:.2g} of |x| |w|, more than the stated {form.error:.2g}"
     return None

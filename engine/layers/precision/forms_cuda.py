@@ -1,14 +1,14 @@
 """Products with quantized weights on a GPU. See `engine.layers.precision.forms`.
 
-Only torch's own kernels; each is offered after it was tried on the card at hand.
+torch's own kernels and ours; each is offered after it was tried on the card at hand.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from engine.layers.precision import forms_triton
 from engine.layers.precision.codes import unpack_nibbles
 from engine.layers.precision.forms_cpu import (
     int8pack,
@@ -18,25 +18,23 @@ from engine.layers.precision.forms_cpu import (
 )
 from engine.layers.precision.int4pack import kernel_group, scales_and_offsets
 from engine.layers.precision.int4pack import refuses as refuses_int4
-from engine.layers.precision.product import (
-    Multiply,
-    Offer,
-    tensors_of,
-    without_inputs,
-)
+from engine.layers.precision.parts import Parts
+from engine.layers.precision.product import Multiply, Offer, tensors_of
 from engine.layers.precision.weights import Int4Weight, Kind, QuantizedWeight
 
 _INNER_K_TILES = 8  # of tinygemm's layout; it then needs multiples of 128 input and 8 output channels
 
 
 def expanded_bf16(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
-    """Expand the whole weight to bfloat16 at each call, multiply in bfloat16."""
-    plain = without_inputs(weight)
+    """Expand part by part, multiply in bfloat16."""
+    parts = Parts(weight)
+    return Multiply(lambda x: parts.product(x, torch.bfloat16), tensors_of(weight))
 
-    def apply(x: Tensor) -> Tensor:
-        return F.linear(x.to(torch.bfloat16), plain().to(torch.bfloat16))
 
-    return Multiply(apply, tensors_of(weight))
+def expanded_fp32(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
+    """Expand part by part, multiply in float32."""
+    parts = Parts(weight)
+    return Multiply(lambda x: parts.product(x, torch.float32), tensors_of(weight))
 
 
 def _refuses_tinygemm(weight: QuantizedWeight) -> str | None:
@@ -64,13 +62,25 @@ def tinygemm(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
     return Multiply(apply, (packed, both))
 
 
-_EXPANDED = Offer("dequant-bf16gemm", "bfloat16", "plain", expanded_bf16)
+_EXPANDED = (
+    Offer("dequant-bf16gemm", "bfloat16", "plain", expanded_bf16),
+    Offer("dequant-fp32gemm", "kept", "plain", expanded_fp32, exact_only=True),
+)
 
 OFFERED: dict[Kind, tuple[Offer, ...]] = {
     "int8": (
-        _EXPANDED,
+        *_EXPANDED,
         Offer("int8pack", "bfloat16", "plain", int8pack, refuses_int8pack),
+        *forms_triton.OFFERED["int8"],
     ),
-    "int4": (_EXPANDED, Offer("int4pack", "bfloat16", "int4pack", tinygemm, _refuses_tinygemm)),
-    "fp8": (_EXPANDED, Offer("scaled_mm", "fp8", "plain", scaled_mm, needs_row_scales)),
+    "int4": (
+        *_EXPANDED,
+        Offer("int4pack", "bfloat16", "int4pack", tinygemm, _refuses_tinygemm),
+        *forms_triton.OFFERED["int4"],
+    ),
+    "fp8": (
+        *_EXPANDED,
+        Offer("scaled_mm", "fp8", "plain", scaled_mm, needs_row_scales),
+        *forms_triton.OFFERED["fp8"],
+    ),
 }

@@ -165,20 +165,25 @@ def _sampling() -> Iterator[Case]:
 
 
 def _products() -> Iterator[Case]:
-    """The down projection of the 8B model, of one row and of many."""
-    out, cols = 4096, 14336
-    for bits, codes in ((8, torch.int8), (4, torch.uint8)):
-        groups = 1 if bits == 8 else cols // 128
-        scales = _empty(groups, out, dtype=torch.float32)
-        held = _empty(out, cols * bits // 8, dtype=codes)
-        zeros = None if bits == 8 else scales
-        weight = PackedWeight(held, scales, zeros, (out, cols), bits, 128, cols if bits == 8 else 128)
+    """The down projections of both models, of one row and of many, and groups as other makers choose them."""
+    for bits, out, cols, group, archs in (
+        (8, 4096, 14336, 14336, (90,)),
+        (4, 4096, 14336, 128, (80, 90)),
+        (4, 896, 4864, 32, (90,)),
+        (4, 896, 4864, 64, ()),
+        (8, 896, 4864, 128, ()),
+    ):
+        scales = _empty(cols // group, out, dtype=torch.float32)
+        held = _empty(out, cols * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
+        tile = min(128, group)
+        weight = PackedWeight(held, scales, scales if bits == 4 else None, (out, cols), bits, tile, group)
+        name = f"int{bits}" + ("" if out == 4096 else f" group {group} 0.5b")
         for rows in (1, 64):
             x, y = _empty(rows, cols), _empty(rows, out)
             sums = _empty(4, rows, out, dtype=torch.float32)
             product, adding = gemm(x, weight, y, sums=sums)
-            yield Case(
-                f"gemm int{bits} {rows} rows", product, has_dot=True, archs=(80, 90) if bits == 4 else (90,)
-            )
-        yield Case(f"dequantize int{bits}", dequantize(weight, _empty(out, cols)), wide_loads=bits == 8)
+            wide = rows > 1 or group > 32  # one row of 32 channels is 64 bytes, spread over a warp
+            yield Case(f"gemm {name} {rows} rows", product, has_dot=True, wide_loads=wide, archs=archs)
+        expanding = dequantize(weight, _empty(out, cols))
+        yield Case(f"dequantize {name}", expanding, wide_loads=bits == 8, archs=(90,) * (out == 4096))
     yield Case("gemm add splits", adding)

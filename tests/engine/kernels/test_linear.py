@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import linear
-from engine.kernels.linear import MAX_GEMM_ROWS, product, product_fp8
+from engine.kernels.linear import product, product_expanded, product_fp8
 from engine.kernels.quantize import quantize as quantize_rows
 from engine.kernels.weight_only_gemm import dequantize, gemm, pack, probe, splits_for
 from engine.layers.precision.quantize import quantize_fp8, quantize_int4, quantize_int8
@@ -99,23 +97,12 @@ def test_the_expanded_weight_is_its_definition(name: str) -> None:
     torch.testing.assert_close(wide, weight.dequantize(), rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("rows", [0, MAX_GEMM_ROWS, MAX_GEMM_ROWS + 1])
-def test_many_rows_go_through_the_expanded_weight(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[str] = []
-
-    def note(name: str, real: Callable[..., Any]) -> None:
-        def noting(*args: Any, **named: Any) -> Any:
-            used.append(name)
-            return real(*args, **named)
-
-        monkeypatch.setattr(linear, name, noting)
-
-    note("gemm", linear.gemm)
-    note("dequantize", linear.dequantize)
+@pytest.mark.parametrize("multiply", [product, product_expanded])
+@pytest.mark.parametrize("rows", [0, 1, 70])
+def test_both_ways_to_multiply_serve_any_number_of_rows(multiply: Callable[..., Tensor], rows: int) -> None:
     weight = WEIGHTS["int4 symmetric"]
     x, bias = randn(rows, weight.shape[1]), randn(weight.shape[0], seed=2)
-    y = linear.product(x, pack(weight), bias)
-    assert used == ["gemm" if rows <= MAX_GEMM_ROWS else "dequantize"]
+    y = multiply(x, pack(weight), bias)
     assert y.shape == (rows, weight.shape[0])
     if rows:
         assert_product(y, x, weight, bias, 1e-6)
