@@ -12,6 +12,7 @@ from dataclasses import replace
 import msgspec
 import torch
 
+from engine import out_of_memory
 from engine.availability import available
 from engine.config import ConfigError, EngineConfig
 from engine.hardware import DeviceError, choose_device, describe
@@ -44,6 +45,7 @@ def bring_up(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
+    out_of_memory.watch(device)
     loaded = load_model(
         config.model,
         dtype=_DTYPES[config.dtype],
@@ -81,9 +83,9 @@ def bring_up(
 
 def explain(error: Exception, *, running: bool) -> tuple[int, str]:
     """The exit code and the sentence for an error of loading (or, ``running``, of the step loop)."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, out_of_memory.ERRORS):
         what = "while running" if running else "while loading"
-        return ExitCode.OUT_OF_MEMORY, f"out of memory {what}: {error}"
+        return ExitCode.OUT_OF_MEMORY, f"out of memory {what}: {out_of_memory.text_of(error)}"
     if isinstance(error, DeviceError):
         return ExitCode.DEVICE, str(error)
     if isinstance(error, torch.AcceleratorError):

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.kv_quant import KVQuantizer
 from engine.kv_scales import KVScales, KVScalesError
 from engine.models.spec import ModelSpec
+from engine.out_of_memory import allocating
 
 KV_DTYPES = ("model", "fp8_e4m3", "int8")
 """Precisions of keys and values by name; "model" is that of the weights."""
@@ -93,14 +94,11 @@ class KVCache:
         shape = (num_blocks * block_size, spec.num_kv_heads, spec.head_dim)
         per_block = kv_bytes_per_block(spec, block_size, storage)
         held = torch.uint8 if storage == torch.float8_e4m3fn else storage
-        try:
+        size = num_blocks * per_block
+        what = f"a KV pool of {num_blocks} blocks of {block_size} tokens ({size / 2**30:.2f} GiB on {device})"
+        with allocating(what, device, size, "ask for fewer blocks"):
             k = [torch.zeros(shape, dtype=held, device=device) for _ in range(spec.num_layers)]
             v = [torch.zeros(shape, dtype=held, device=device) for _ in range(spec.num_layers)]
-        except RuntimeError as error:  # torch.OutOfMemoryError is one; so is the CPU allocator's
-            raise MemoryError(
-                f"no memory for a KV pool of {num_blocks} blocks of {block_size} tokens "
-                f"({num_blocks * per_block / 2**30:.2f} GiB on {device}); ask for fewer blocks"
-            ) from error
         return cls(num_blocks, block_size, storage, compute, device, k, v, per_block, quantizer)
 
     @staticmethod

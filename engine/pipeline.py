@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 
+from engine import out_of_memory
 from engine.answer import Answers
 from engine.forward_worker import ForwardWorker, Outcome, compute
 from engine.metrics import MeterReader, StageTotals, StepClock, hidden_ns, step_row
@@ -296,8 +297,10 @@ class Pipeline:
             len(plan.scheduled),
             exc_info=error,
         )
-        code: ErrorCode = "oom" if isinstance(error, (MemoryError, torch.OutOfMemoryError)) else "internal"
-        now, why = self._clock_ns(), str(error) or type(error).__name__
+        code: ErrorCode = "oom" if isinstance(error, out_of_memory.ERRORS) else "internal"
+        now, why = self._clock_ns(), out_of_memory.text_of(error)
+        if code == "oom":  # what the step held would be missed by the next one
+            out_of_memory.recover(error, self._runner.device)
         for row in plan.scheduled:
             self._scheduler.distrust(row.request)
         for row in plan.scheduled:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+import torch
+
 from engine.door import RequestRefused, check_fit
 from engine.identity import kv_identity
 from engine.knob_store import PatchRefused, Proposal
@@ -15,6 +17,7 @@ from engine.layout import Layout, NoRoom, check_room, layout_of
 from engine.models.errors import ModelError
 from engine.models.reading import Progress
 from engine.ops.choice import COMPILE, FUSED, SAMPLING
+from engine.out_of_memory import recover, text_of
 from engine.plan import Arena, StepPlan
 from engine.runner import CopyFailed
 from engine.scheduler import SchedulerKnobs
@@ -57,7 +60,7 @@ def carry_out(core: EngineCore, proposal: Proposal, now_ns: int, error: Exceptio
     ``error``: why what the change needs could not be loaded or compiled.
 
     On failure everything is put back as it was, but for the content of what was rebuilt already, and the
-    reason is told. NoWayBack if even that fails.
+    reason is told. NoWayBack if even that fails, torch.AcceleratorError if the device is lost.
     """
     events = core.answers.events
     before, why = len(events), ""
@@ -67,8 +70,11 @@ def carry_out(core: EngineCore, proposal: Proposal, now_ns: int, error: Exceptio
         core.knobs.heed_cancel()
         make_copies(core, now_ns)
         _reconfigure(core, proposal, now_ns)
+    except torch.AcceleratorError:  # the device itself is lost, and there is no going on
+        raise
     except (PatchRefused, ModelError, NoRoom, MemoryError, RuntimeError, ValueError) as caught:
         why = text_of(caught)
+        recover(caught, core.runner.device)
         core.knobs.abandon()
         log.warning("change %d was rolled back: %s", proposal.apply_id, why)
     else:
@@ -149,11 +155,6 @@ def release_swap_space(core: EngineCore, now_ns: int) -> None:
     _resize(core, "swap", 0)
 
 
-def text_of(error: Exception) -> str:
-    """What an error says, or its kind where it says nothing, as Python's own MemoryError does."""
-    return str(error) or type(error).__name__
-
-
 def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
     """Make the proposed values real, or put everything back and raise."""
     old = core.knobs.values
@@ -171,6 +172,9 @@ def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
     try:
         _apply(core, new, layout, now_ns, rebuild=rebuild)
     except (MemoryError, RuntimeError, ValueError) as error:
+        if isinstance(error, torch.AcceleratorError):  # going back needs the device too
+            raise
+        recover(error, core.runner.device)  # what was begun leaves room for what there was
         try:  # a pool that is as large as before may still have been laid out for the new values
             _apply(core, old, _wanted(core, old), now_ns, rebuild=rebuild)
         except (MemoryError, RuntimeError, ValueError) as worse:

@@ -37,7 +37,8 @@ def load_model(
 
     ``dtype`` None keeps the file's own, bfloat16 for quantized files. ``max_model_len`` serves a different
     context than the default (see `ModelSpec.served`). With ``roots``, every file must lie under one of them
-    after symbolic links are resolved. ``progress`` is called on this thread. Raises `ModelError`.
+    after symbolic links are resolved. ``progress`` is called on this thread. Raises `ModelError`, MemoryError
+    with what is needed and what there is.
     """
     real = resolve(path, roots)
     asked = Asked(path, dtype, device, progress, max_model_len, roots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -9,6 +10,7 @@ from typing import BinaryIO
 import torch
 
 from engine.models.errors import ModelError
+from engine.out_of_memory import allocating
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done_bytes, total_bytes), often, on the loading thread."""
@@ -42,14 +44,11 @@ def resolve(path: Path, roots: Sequence[Path]) -> Path:
 
 
 def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialised tensor. Raises `ModelError` if memory does not suffice."""
-    try:
+    """An uninitialised tensor. MemoryError, with what is needed and what there is, if it does not fit."""
+    what = f"{name} {list(shape)} in {dtype} on {device}"
+    advice = "use a smaller model, another dtype or another device"
+    with allocating(what, device, math.prod(shape) * dtype.itemsize, advice):
         return torch.empty(shape, dtype=dtype, device=device)
-    except (RuntimeError, MemoryError) as error:
-        raise ModelError(
-            f"not enough memory on {device} for {name} {list(shape)} in {dtype}: use a smaller model, "
-            f"another dtype or another device ({str(error).splitlines()[0]})"
-        ) from error
 
 
 def read_exactly(file: BinaryIO, target: torch.Tensor) -> None:

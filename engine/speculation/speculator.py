@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from engine.out_of_memory import let_go, text_of
 from engine.plan import ScheduledRequest, StepPlan
 from engine.request import Request
 from engine.scheduler import Scheduler
@@ -238,9 +239,9 @@ class Speculator:
         """A drafter failed: requests go on without drafts until the configuration changes."""
         kind = self.kind
         self.stop()
-        what = str(error) or type(error).__name__
-        self.reason = f"speculation={kind} was given up because drafting failed: {what}"
+        self.reason = f"speculation={kind} was given up because drafting failed: {text_of(error)}"
         log.error("%s; switch it off and on to try again", self.reason, exc_info=error)
+        let_go(error)
 
     def _room(self, request: Request) -> int:
         return min(self._most, draft_room(request.num_tokens, request.max_total, request.max_total))

@@ -1,0 +1,117 @@
+"""Running out of memory: what was asked for and what there was, in bytes, and going on after it.
+
+torch's own error holds its figures only in its text, which changes between versions. The allocator also tells
+an observer, at the moment itself: what is free later, when the error is caught, is another figure, since
+memory is given back on the way. Sources: torch's CUDACachingAllocator, `torch.cuda.memory_stats`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from engine.memory import available_bytes
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+ERRORS = (MemoryError, torch.OutOfMemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class CardMemory:
+    """Bytes of a card: what is free, by the driver, and what torch's allocator holds and has given out."""
+
+    free: int
+    total: int
+    reserved: int
+    allocated: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> CardMemory:
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(free, total, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
+
+    def __str__(self) -> str:
+        return (
+            f"{_gib(self.free)} of the card's {_gib(self.total)} are free; "
+            f"torch holds {_gib(self.reserved)}, of which {_gib(self.allocated)} are in use"
+        )
+
+
+_last: str | None = None  # what the allocator told of the newest error
+
+
+def watch(device: torch.device) -> None:
+    """Let the allocator of a GPU tell what was asked for when it has no memory. Once, at start."""
+    if device.type != "cuda":
+        return
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # untyped in torch
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None:
+        log.info("this torch does not tell what was asked for when memory runs out, only what there was")
+    else:
+        attach(_note)
+
+
+def _note(index: int, asked: int, _total: int, _free: int) -> None:
+    global _last
+    try:
+        _last = f"{_gib(asked)} were asked for, {CardMemory.of(torch.device('cuda', index))}"
+    except Exception as error:  # raised into the allocator it would hide what happened
+        log.warning("what memory there was cannot be told: %s", error)
+
+
+def shortage(device: torch.device, needed: int) -> str:
+    """What is needed of a device's memory and what there is, for an error's text."""
+    if device.type == "cuda":
+        return f"{_gib(needed)} are needed, {CardMemory.of(device)}"
+    return f"{_gib(needed)} are needed, {_gib(available_bytes())} can be had on this machine"
+
+
+@contextmanager
+def allocating(what: str, device: torch.device, needed: int, advice: str) -> Iterator[None]:
+    """Where memory for ``what`` is taken: if there is none, MemoryError says what is needed and there."""
+    try:
+        yield
+    except torch.AcceleratorError:  # the device itself is lost
+        raise
+    except (RuntimeError, MemoryError) as error:  # the CPU's allocator raises the former
+        let_go(error)
+        raise MemoryError(f"no memory for {what}: {shortage(device, needed)}; {advice}") from error
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says, of running out of memory in figures; its kind where it says nothing, as Python's
+    own MemoryError does.
+    """
+    if not isinstance(error, torch.OutOfMemoryError):
+        return str(error) or type(error).__name__
+    told = _last
+    if told is None and torch.cuda.is_available():
+        told = str(CardMemory.of(torch.device("cuda", torch.cuda.current_device())))
+    return f"out of device memory: {told}" if told else str(error)
+
+
+def let_go(error: BaseException | None) -> None:
+    """Drop the frames of an error and of what led to it: they hold the tensors of what was going on."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def recover(error: BaseException | None, device: torch.device) -> None:
+    """Give back what a failed piece of work held, so that the next one finds it."""
+    let_go(error)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
