@@ -21,8 +21,9 @@ class EngineConfig:
     """Start values of one engine process.
 
     ``kv_pool_bytes`` fixes the KV pool. When it is None the pool takes
-    ``gpu_memory_utilization`` of a GPU's memory less what is in use and what a draft model and its
-    pool will need, or on a CPU one eighth of the memory that is available, at most 2 GiB.
+    ``gpu_memory_utilization`` of a GPU's memory less what is in use, what the largest step takes
+    (see `engine.memory_profile`), the budget of CUDA graphs, and what a draft model and its pool will
+    need; or on a CPU one eighth of the memory that is available, at most 2 GiB.
     ``max_model_len`` may only lower the model's own limit. ``check`` verifies the block ledger
     after every step. ``stall_after_s`` is how long work may wait with nothing done before the
     engine calls itself stalled. Running requests are told of anew every ``progress_interval_s``.

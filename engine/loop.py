@@ -25,7 +25,8 @@ from engine.identity import answer_identity, kv_identity
 from engine.knob_store import KnobStore, Proposal
 from engine.layout import Layout, layout_of
 from engine.mailbox import Cancel, Closed, Fetched, Mailbox, StopFound
-from engine.memory import kv_pool_bytes
+from engine.memory import host_pool_bytes
+from engine.memory_profile import profile
 from engine.metrics import MeterReader, Meters, StageTotals
 from engine.models.loader import LoadedModel, load_model
 from engine.models.reading import Progress
@@ -116,9 +117,16 @@ class EngineCore:
             progress=progress or (lambda *_: None),
             wanted=DraftWeights.of(knobs.values),
         )
-        self.pool_bytes = kv_pool_bytes(config, device)  # of what the weights have left
-        if device.type == "cuda" and config.kv_pool_bytes is None:  # such a pool fills the card
-            self.pool_bytes = self.drafts.leave_room(self.pool_bytes)
+        self.memory_profile = (
+            profile(self.runner, knobs.values, config.gpu_memory_utilization)
+            if device.type == "cuda"
+            else None
+        )
+        if config.kv_pool_bytes is None and self.memory_profile is not None:  # such a pool fills the card
+            left = self.memory_profile.pool_bytes(config.gpu_memory_utilization)
+            self.pool_bytes = self.drafts.leave_room(left)
+        else:
+            self.pool_bytes = config.kv_pool_bytes or host_pool_bytes()
         without_host = {**knobs.values, "kv_host_gib": 0.0, "preemption": "recompute"}
         self.layout: Layout = layout_of(without_host, self.runner, self.pool_bytes)  # what is really there
         layout = self.layout

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from engine.config import GIB, EngineConfig
+from engine.config import GIB
 
 MAX_CPU_POOL_BYTES = 2 * GIB
 CGROUP = Path("/sys/fs/cgroup")
@@ -36,13 +36,8 @@ def free_bytes(device: torch.device) -> int:
     return available_bytes()
 
 
-def kv_pool_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Memory for the KV pool, to be asked for once the weights are in place. See `EngineConfig`."""
-    if config.kv_pool_bytes is not None:
-        return config.kv_pool_bytes
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(total * config.gpu_memory_utilization) - (total - free))
+def host_pool_bytes() -> int:
+    """Memory for the KV pool of a model that runs on the CPU, once the weights are in place."""
     return min(MAX_CPU_POOL_BYTES, available_bytes() // 8)
 
 

@@ -14,7 +14,7 @@ def state_of(core: EngineCore) -> EngineState:
     """Phase, counts, memory and model as they are now. Any thread."""
     pulse, pending = core.pulse, core.knobs.pending
     pool, runner, results, drafts = core.scheduler.pool, core.runner, core.results, core.drafts
-    kv = runner.kv
+    kv, profiled = runner.kv, core.memory_profile
     return EngineState(
         phase=pulse.phase,
         since_ns=pulse.since_ns,
@@ -37,6 +37,8 @@ def state_of(core: EngineCore) -> EngineState:
         original_bytes=runner.original_bytes,
         draft_weight_bytes=drafts.weight_bytes,
         draft_kv_bytes=drafts.kv_bytes,
+        step_bytes=0 if profiled is None else profiled.step,
+        graph_budget_bytes=0 if profiled is None else profiled.graphs,
         result_n=results.num_answers,
         result_bytes=results.nbytes,
         result_hits=results.hits,

@@ -78,6 +78,10 @@ PROCESS = N_(
     "torch, files that it reads, and intermediate results. Beside it what the machine has."
 )
 CARD = N_("Memory of the card that is taken, by whatever runs on it, and what it has, by the driver (NVML).")
+KEPT_FREE = N_(
+    "What the KV pool leaves of the card: for the largest step that the settings at start allow, measured by "
+    "running it once, and for CUDA graphs. It is not taken all the time."
+)
 CHECKPOINT = N_(
     "The weights as the files gave them: their bytes in the precision they were loaded in, and how they came "
     "quantized. Weights that came quantized run as they are; the precision of such a model cannot be changed."
@@ -116,6 +120,7 @@ class MemoryPanel(QWidget):
             FactSpec("together", tr("Together"), tr("The sum of what is listed above.")),
             FactSpec("process", tr("Engine process"), tr_later(PROCESS)),
             FactSpec("card", tr("Card"), tr_later(CARD)),
+            FactSpec("kept_free", tr("Kept free"), tr_later(KEPT_FREE)),
             FactSpec("forms", tr("Forms"), tr_later(FORMS)),
             FactSpec("checkpoint", tr("As loaded"), tr_later(CHECKPOINT)),
         ])  # fmt: skip
@@ -207,6 +212,11 @@ class MemoryPanel(QWidget):
             self.whole.show_fact("card", "")
         else:
             self.whole.show_fact("card", str(data(card.memory_used_bytes)), _of(card.memory_total_bytes))
+        free = (state.step_bytes, state.graph_budget_bytes)
+        words = tr("step {step}, graphs {graphs}").format(step=data(free[0]), graphs=data(free[1]))
+        self.whole.show_fact(
+            "kept_free", str(data(sum(free))) if any(free) else "", words if any(free) else ""
+        )
         if model is not None:
             self.whole.show_fact("forms", tr("two") if has_second_form(state, model) else "")
             self.whole.show_fact(

@@ -79,9 +79,13 @@ def test_on_a_card_what_lies_on_the_host_is_apart(window: MainWindow, link: Feed
     beat(window)
     card = GpuRow(t_ns=1, uuid="g", name="H", memory_used_bytes=38 << 30, memory_total_bytes=80 << 30)
     device = msgspec.structs.replace(b.DEVICE, kind="cuda")
-    link.push(state=b.state(model=b.MODEL, device=device, **INT8), device=device, gpu=[card])
+    kept = {"step_bytes": 3 << 30, "graph_budget_bytes": 1 << 30}
+    link.push(state=b.state(model=b.MODEL, device=device, **INT8, **kept), device=device, gpu=[card])
     beat(window)
     panel = window.memory
+    assert plain(panel.whole.value("kept_free")) == "4.00 GiB"
+    assert plain(panel.whole.remarks["kept_free"].full_text) == "step 3.00 GiB, graphs 1.00 GiB"
+    assert plain(panel.whole.value("together")) == "594 MiB", "what is kept free is not held"
     assert [token for token, _, _ in panel.device_bar.spans()] == ["stage_forward", "stage_prepare"]
     assert [token for token, _, _ in panel.host_bar.spans()] == ["stage_head"]
     assert panel.host_head.isVisible()

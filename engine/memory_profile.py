@@ -1,0 +1,145 @@
+"""What a card's memory is needed for beside the KV pool, found by running the largest step once.
+
+As vLLM does it (`gpu_memory_utilization`): of the part of a card that may be used, what is left by weights,
+the largest step and CUDA graphs is the pool's. The step runs over a pool of a single block, which stands for
+every block of every row: what is written there is overwritten again and again, but what attention gathers and
+what the output head and sampling take is as large as it ever gets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.batch import TextRow
+from engine.graphs import driver
+from engine.graphs.switch import BUDGET_BYTES
+from engine.out_of_memory import ERRORS, CardMemory, recover, text_of
+from engine.runner import ModelRunner
+from engine.speculation.base import Draft
+from ipc.messages import KnobValue, Sampling
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+SAMPLING = Sampling(temperature=1.0, top_p=0.9)  # has to look at the whole distribution
+DUMMY = 1  # the token that all of it consists of
+
+
+@dataclass(frozen=True, slots=True)
+class LargestStep:
+    """The largest step that knob values allow.
+
+    ``tokens``: of all rows together, drafts included. ``rows``: requests in it, each of which wants logits
+    for ``drafted`` tokens and one more.
+    """
+
+    tokens: int
+    rows: int
+    drafted: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, KnobValue]) -> LargestStep:
+        drafted = int(values["spec_tokens"] or 0) if values["speculation"] != "off" else 0
+        tokens = int(values["max_num_batched_tokens"] or 0)
+        return cls(tokens, max(1, min(int(values["max_num_seqs"] or 0), tokens // (drafted + 1))), drafted)
+
+    def rows_of(self, block_size: int, context: int) -> list[TextRow]:
+        """The rows over block 0: one prompt whose last tokens fill the step up, at the end of a context of
+        ``context`` tokens if it is as long, and requests that decode.
+        """
+        each = self.drafted + 1
+        room = self.tokens - each * (self.rows - 1)
+        chunk = max(1, min(room - self.drafted, context - self.drafted))
+        lengths = [(max(context - self.drafted, chunk), chunk), *[(1, 1)] * (self.rows - 1)]
+        return [
+            TextRow(
+                token_ids=[DUMMY] * length,
+                block_table=[0] * -(-(length + self.drafted) // block_size),
+                num_new=new,
+                num_computed=length - new,
+                rid=slot,
+                slot=slot,
+                sampling=SAMPLING,
+                draft=Draft([DUMMY] * self.drafted),
+            )
+            for slot, (length, new) in enumerate(lengths)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    scheduled: list[TextRow]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """Bytes of a card. ``used``: without any pool, by the weights and whatever else runs on it.
+
+    ``step``: what the largest step takes beside the pool. ``graphs``: the budget of CUDA graphs.
+    """
+
+    total: int
+    used: int
+    step: int
+    graphs: int
+
+    def pool_bytes(self, utilization: float) -> int:
+        """What is left for pools. MemoryError, with every part, if that is nothing."""
+        usable = int(self.total * utilization)
+        left = usable - self.used - self.step - self.graphs
+        if left <= 0:
+            raise MemoryError(
+                f"nothing is left for a KV pool: {_gib(usable)} of the card's {_gib(self.total)} may be used "
+                f"(gpu_memory_utilization {utilization}), {_gib(self.used)} are in use, the largest step "
+                f"takes {_gib(self.step)} and CUDA graphs may take {_gib(self.graphs)}; use a smaller model, "
+                "fewer max_num_batched_tokens or max_num_seqs, or a higher gpu_memory_utilization"
+            )
+        return left
+
+
+def profile(runner: ModelRunner, values: Mapping[str, KnobValue], utilization: float) -> MemoryProfile:
+    """Run the largest step that ``values`` allow on a GPU. There must be no pool, and there is none after it.
+
+    MemoryError, with what there is, if even that step does not fit.
+    """
+    device, largest = runner.device, LargestStep.of(values)
+    block_size, kv_dtype = int(values["block_size"] or 0), str(values["kv_dtype"])
+    runner.set_window(int(values["sliding_window"] or 0))
+    try:
+        runner.allocate_kv(1, block_size, kv_dtype)  # calibrates, which is no part of a step
+        torch.cuda.empty_cache()
+        before = CardMemory.of(device)
+        # No request is longer than what a pool that takes all the rest could hold.
+        most = int(before.total * utilization) - (before.total - before.free)
+        held = max(1, most // runner.kv_bytes_per_block(block_size, kv_dtype)) * block_size
+        context = min(runner.max_len, held)
+        torch.cuda.reset_peak_memory_stats(device)
+        runner.execute(_Step(largest.rows_of(block_size, context)))
+        step = max(0, torch.cuda.max_memory_reserved(device) - before.reserved)
+    except ERRORS as error:
+        why = text_of(error)
+        recover(error, device)
+        raise MemoryError(
+            f"the largest step, {largest.tokens} tokens of {largest.rows} requests, does not fit beside the "
+            f"weights: {why}; lower max_num_batched_tokens or max_num_seqs"
+        ) from error
+    finally:
+        runner.free_kv()
+    after = CardMemory.of(device)
+    graphs = BUDGET_BYTES if driver.probe(device) is None else 0
+    found = MemoryProfile(after.total, after.total - after.free, step, graphs)
+    log.info(
+        "of the card's %s, %s are in use after loading; the largest step (%d tokens, %d requests, %d drafted "
+        "for each, a context of %d) takes %s, CUDA graphs may take %s",
+        _gib(found.total), _gib(found.used), largest.tokens, largest.rows, largest.drafted, context,
+        _gib(found.step), _gib(found.graphs),
+    )  # fmt: skip
+    return found
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

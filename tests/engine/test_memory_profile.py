@@ -1,0 +1,126 @@
+"""What is left of a card for the KV pool: a real step of the largest size, over a faked card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.graphs import driver
+from engine.graphs.switch import BUDGET_BYTES
+from engine.memory_profile import LargestStep, MemoryProfile, profile
+from engine.state import state_of
+from tests.engine.core_harness import Engine, load, tiny_folder
+from tests.engine.fake_card import GIB, FakeCard, card
+
+__all__ = ["card"]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    made = Engine(load(tiny_folder("llama")), max_num_batched_tokens=96, max_num_seqs=8, spec_tokens=3)
+    made.core.runner.free_kv()
+    return made
+
+
+def values(engine: Engine, **changes: Any) -> dict[str, Any]:
+    return {**engine.core.knobs.values, **changes}
+
+
+def watched(engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The batches that are computed; each takes 3 GiB while it is."""
+    batches, forward = [], engine.core.runner.forward
+
+    def forwarding(prepared: Any, wanted: Any) -> torch.Tensor:
+        batches.append(prepared.batch)
+        card.peak = card.reserved + 3 * GIB
+        return forward(prepared, wanted)
+
+    monkeypatch.setattr(engine.core.runner, "forward", forwarding)
+    return batches
+
+
+def test_the_largest_step_is_run_and_leaves_nothing(
+    engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many tokens, rows of logits and drafts as a step can have, one row at the end of the context."""
+    batches = watched(engine, card, monkeypatch)
+    monkeypatch.setattr(driver, "probe", lambda device: None)
+    found = profile(engine.core.runner, values(engine, speculation="ngram"), 0.9)
+    (batch,) = batches
+    assert len(batch.ids) == 96
+    assert len(batch.rows.num_new) == 8
+    assert len(batch.logit_tokens) == 8 * 4
+    assert int(batch.rows.lengths.max()) == engine.core.runner.max_len
+    assert int(batch.rows.tables.max()) == 0, "one block stands for all"
+    assert found == MemoryProfile(80 * GIB, 30 * GIB, 3 * GIB, BUDGET_BYTES)
+    assert found.pool_bytes(0.9) == 72 * GIB - 34 * GIB
+    assert engine.core.runner.kv is None
+
+
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+def test_without_speculation_no_drafts_are_counted(
+    engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch, kv_dtype: str
+) -> None:
+    batches = watched(engine, card, monkeypatch)
+    found = profile(engine.core.runner, values(engine, kv_dtype=kv_dtype, attention="sdpa"), 0.9)
+    assert (len(batches[-1].ids), len(batches[-1].logit_tokens)) == (96, 8)
+    assert found.graphs == 0, "this device captures none"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seqs", "drafted", "rows"), [(96, 8, 0, 8), (16, 64, 0, 16), (16, 64, 3, 4), (2, 4, 8, 1)]
+)
+def test_rows_never_ask_for_more_tokens_than_a_step_has(
+    tokens: int, seqs: int, drafted: int, rows: int
+) -> None:
+    knobs: dict[str, Any] = {
+        "max_num_batched_tokens": tokens, "max_num_seqs": seqs, "spec_tokens": drafted,
+        "speculation": "ngram" if drafted else "off",
+    }  # fmt: skip
+    step = LargestStep.of(knobs)
+    assert step.rows == rows
+    made = step.rows_of(16, 4096)
+    assert sum(row.num_new + len(row.draft) for row in made) == max(tokens, drafted + 1)
+    short = LargestStep.of(knobs).rows_of(16, 5)
+    assert max(row.num_tokens + len(row.draft) for row in short) <= max(5, drafted + 1)
+
+
+def test_a_step_that_does_not_fit_is_told_with_what_there_is(
+    engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scarce(*_: Any) -> None:
+        raise torch.OutOfMemoryError("torch says something")
+
+    monkeypatch.setattr(engine.core.runner, "forward", scarce)
+    with pytest.raises(
+        MemoryError, match=r"the largest step, 96 tokens of 8 requests, .* 50\.00 GiB of the card's 80\.00"
+    ):
+        profile(engine.core.runner, values(engine), 0.9)
+    assert engine.core.runner.kv is None
+
+
+def test_nothing_left_for_a_pool_names_every_part() -> None:
+    small = MemoryProfile(total=8 * GIB, used=6 * GIB, step=GIB // 2, graphs=GIB)
+    with pytest.raises(
+        MemoryError, match=r"6\.80 GiB of the card's 8\.00 .*0\.85.* 6\.00 .* 0\.50 .* 1\.00 GiB"
+    ):
+        small.pool_bytes(0.85)
+
+
+def test_the_parts_are_told_to_the_console(engine: Engine) -> None:
+    core = engine.core
+    assert (state_of(core).step_bytes, state_of(core).graph_budget_bytes) == (0, 0)
+    core.memory_profile = MemoryProfile(80 * GIB, 30 * GIB, 3 * GIB, GIB)
+    assert (state_of(core).step_bytes, state_of(core).graph_budget_bytes) == (3 * GIB, GIB)
+
+
+def test_a_model_that_is_longer_than_any_pool_is_measured_with_what_a_pool_can_hold(
+    engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = watched(engine, card, monkeypatch)
+    per_block = engine.core.runner.kv_bytes_per_block(16)
+    card.free = card.total // 2 + 10 * per_block + 1
+    profile(engine.core.runner, values(engine, max_num_seqs=1, max_num_batched_tokens=32), 0.5)
+    assert int(batches[0].rows.lengths.max()) == 160
