@@ -19,9 +19,10 @@ from engine.models import gguf_file, gguf_tokenizer
 from engine.models.errors import ModelError
 from engine.models.gguf_file import GgufFile, Tensor
 from engine.models.loaded import Asked, LoadedModel, finish, hash_files
-from engine.models.reading import Meter, allocate, listing, read_exactly, read_plain
+from engine.models.reading import Meter, allocate, listing, read_exactly
 from engine.models.rope import RopeSpec
 from engine.models.spec import Architecture, ModelSpec
+from engine.models.staging import Staging
 
 ARCHITECTURES: dict[str, Architecture] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -256,12 +257,12 @@ def _read(
     meter = Meter("reading weights", total, asked.progress)
     dtype = asked.dtype or _own_dtype(placed)
     weights: dict[str, torch.Tensor] = {}
-    with file.path.open("rb", buffering=0) as data:
+    with file.path.open("rb", buffering=0) as data, Staging(asked.device) as staging:
         for name, tensor in sorted(placed.items(), key=lambda item: item[1].offset):
             target = allocate(name, tensor.shape, dtype, asked.device)
             data.seek(tensor.offset)
             if tensor.kind in PLAIN:
-                read_plain(data, PLAIN[tensor.kind], target, meter)
+                staging.read(data, PLAIN[tensor.kind], target, meter)
             else:
                 _read_quantized(data, tensor.kind, target, meter)
             if spec.architecture == "llama":

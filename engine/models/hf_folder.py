@@ -19,8 +19,9 @@ from engine.models import hf_tokenizer, quantized, safetensors_file
 from engine.models.errors import ModelError
 from engine.models.loaded import Asked, LoadedModel, finish, hash_files
 from engine.models.quantized import Need, QuantizationPlan
-from engine.models.reading import Meter, allocate, listing, read_plain, resolve
+from engine.models.reading import Meter, allocate, listing, resolve
 from engine.models.spec import ModelSpec
+from engine.models.staging import Staging
 
 CODE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 MAX_BIAS_BYTES = 1 << 24
@@ -255,12 +256,13 @@ def _read(placed: Mapping[str, _Placed], dtype: torch.dtype, asked: Asked) -> di
     by_file: dict[Path, list[tuple[int, str]]] = {}
     for name, place in placed.items():
         by_file.setdefault(place.file, []).append((place.entry.offset, name))
-    for path, items in by_file.items():
-        with path.open("rb", buffering=0) as file:
-            for offset, name in sorted(items):
-                place = placed[name]
-                tensor = allocate(name, place.entry.shape, place.dtype or dtype, asked.device)
-                file.seek(offset)
-                read_plain(file, safetensors_file.STORED[place.entry.dtype], tensor, meter)
-                tensors[name] = tensor
+    with Staging(asked.device) as staging:
+        for path, items in by_file.items():
+            with path.open("rb", buffering=0) as file:
+                for offset, name in sorted(items):
+                    place = placed[name]
+                    tensor = allocate(name, place.entry.shape, place.dtype or dtype, asked.device)
+                    file.seek(offset)
+                    staging.read(file, safetensors_file.STORED[place.entry.dtype], tensor, meter)
+                    tensors[name] = tensor
     return tensors

@@ -1,4 +1,4 @@
-"""Weights from a file into a tensor, part by part, so that no model is ever in memory twice."""
+"""What every format's loader shares: progress, paths, memory for tensors, reading bytes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from engine.out_of_memory import allocating
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done_bytes, total_bytes), often, on the loading thread."""
-
-STAGING_BYTES = 8 << 20
 
 
 class Meter:
@@ -59,21 +57,6 @@ def read_exactly(file: BinaryIO, target: torch.Tensor) -> None:
         if not count:
             raise ModelError(f"{getattr(file, 'name', 'the file')} ended early: it was cut or changed")
         view = view[count:]
-
-
-def read_plain(file: BinaryIO, source: torch.dtype, target: torch.Tensor, meter: Meter) -> None:
-    """Read ``target``'s elements, stored as ``source``, from the file's position, converting as needed."""
-    flat = target.view(-1)
-    per_part = STAGING_BYTES // source.itemsize
-    direct = source == target.dtype and target.device.type == "cpu"
-    staging = None if direct else torch.empty(min(per_part, flat.numel()), dtype=source)
-    for start in range(0, flat.numel(), per_part):
-        part = flat[start : start + per_part]
-        buffer = part if staging is None else staging[: part.numel()]
-        read_exactly(file, buffer.view(torch.uint8))
-        if staging is not None:
-            part.copy_(buffer)
-        meter.add(part.numel() * source.itemsize)
 
 
 def listing(names: Sequence[str], limit: int = 6) -> str:

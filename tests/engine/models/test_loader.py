@@ -98,7 +98,7 @@ def test_weights_come_in_the_dtype_asked_for(
 
 
 def test_progress_counts_the_bytes_of_the_weights(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.models.reading.STAGING_BYTES", 4096)
+    monkeypatch.setattr("engine.models.staging.STAGING_BYTES", 4096)
     calls: list[tuple[str, int, int]] = []
     load(sharded, dtype=torch.bfloat16, progress=lambda *call: calls.append(call))
     reading = [(done, total) for stage, done, total in calls if stage == "reading weights"]
