@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--draft-model", help="a smaller model with the same tokenizer, to draft with")
     made.add_argument("--attach", metavar="ADDR", help="connect to a running engine instead of starting one")
     made.add_argument("--no-engine", action="store_true", help="open the window without an engine")
-    made.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    made.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or a UUID (default: auto)")
     made.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
     made.add_argument("--threads", type=int, help="CPU threads of the engine")
     made.add_argument("--kv-pool-gib", type=float, help="size of the KV pool in GiB")

@@ -6,9 +6,10 @@ step's modelled traffic is compared with.
 
 from __future__ import annotations
 
+import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 
+from engine.cards import GPU, MIG, part_in_use
 from engine.layers.linear import candidates
 from engine.memory import free_bytes
 from ipc.messages import DeviceInfo
@@ -25,29 +27,64 @@ GPU_BUFFER_BYTES = 1 << 30
 CPU_PRODUCT = 1024  # rows, columns and depth of the measured matrix product
 GPU_PRODUCT = 8192
 MEASURE_S = 0.1  # for each figure
+ALLOWED = "auto, cpu, cuda, cuda:N, GPU-<uuid>, MIG-<uuid>"
 
 
 class DeviceError(ValueError):
     """A device that was asked for cannot be used. Says which, why, and what can."""
 
 
-def choose_device(name: str = "auto") -> torch.device:
-    """The device for ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises `DeviceError`.
+def choose_device(name: str = "auto", environ: MutableMapping[str, str] = os.environ) -> torch.device:
+    """The device for ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or a UUID. Raises `DeviceError`.
 
-    ``auto`` takes the first GPU that can run a kernel of this torch build, else the CPU.
+    ``auto`` takes the first GPU that can run a kernel of this torch build, else the CPU. A UUID is the start
+    of one as ``nvidia-smi -L`` lists it, ``GPU-...`` or, for a part of a card, ``MIG-...``. CUDA shows a part
+    only to a process whose ``CUDA_VISIBLE_DEVICES`` names it, so that is set where it is not: call this
+    before anything asks CUDA for its devices.
     """
     if name == "cpu":
         return torch.device("cpu")
+    if name.startswith(MIG):
+        return _choose_part(name, environ)
+    if name.startswith(GPU):
+        return _choose_card(name)
     if name == "auto":
         return torch.device("cuda", 0) if _cuda_reason(0) is None else torch.device("cpu")
     kind, _, number = name.partition(":")
     if kind != "cuda" or not (number == "" or number.isdecimal()):
-        raise DeviceError(f"unknown device {name!r}; allowed: auto, cpu, cuda, cuda:N")
+        raise DeviceError(f"unknown device {name!r}; allowed: {ALLOWED}")
     index = int(number or 0)
     reason = _cuda_reason(index)
     if reason is not None:
         raise DeviceError(f"device {name} cannot be used: {reason}; use auto or cpu")
     return torch.device("cuda", index)
+
+
+def _choose_card(uuid: str) -> torch.device:
+    count = torch.cuda.device_count() if torch.version.cuda is not None else 0
+    there = [f"{GPU}{torch.cuda.get_device_properties(i).uuid}" for i in range(count)]
+    fitting = [i for i, each in enumerate(there) if each.startswith(uuid)]
+    if len(fitting) != 1:
+        what = f"{len(fitting)} GPUs" if fitting else "no GPU that CUDA shows here"
+        raise DeviceError(
+            f"device {uuid} cannot be used: {what} by that name; there are: {', '.join(there) or 'none'}"
+        )
+    return choose_device(f"cuda:{fitting[0]}")
+
+
+def _choose_part(uuid: str, environ: MutableMapping[str, str]) -> torch.device:
+    shown = environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        environ["CUDA_VISIBLE_DEVICES"] = uuid
+    elif not (part_in_use(environ) or "").startswith(uuid):
+        raise DeviceError(
+            f"device {uuid} cannot be used: CUDA_VISIBLE_DEVICES={shown} shows this process something else; "
+            "leave it unset, or name the part of the card there first"
+        )
+    reason = _cuda_reason(0)
+    if reason is not None:
+        raise DeviceError(f"device {uuid} cannot be used: {reason}; see nvidia-smi -L for what there is")
+    return torch.device("cuda", 0)
 
 
 def _cuda_reason(index: int) -> str | None:
@@ -90,7 +127,7 @@ def describe(device: torch.device, *, dtype: torch.dtype, measure: bool = True) 
     return DeviceInfo(
         kind="cuda",
         name=properties.name,
-        uuid=f"GPU-{properties.uuid}",
+        uuid=part_in_use(os.environ) or f"{GPU}{properties.uuid}",
         memory_bytes=int(properties.total_memory),
         copy_bytes_per_s=copy,
         read_bytes_per_s=read,

@@ -32,7 +32,11 @@ def parser() -> argparse.ArgumentParser:
         help="a smaller model with the same tokenizer, which speculation=draft drafts with",
     )
     cli.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    cli.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    cli.add_argument(
+        "--device",
+        default="auto",
+        help="auto, cpu, cuda, cuda:N, or a UUID: GPU-..., MIG-...",
+    )
     cli.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     cli.add_argument("--max-model-len", type=int, metavar="TOKENS", help="lower the model's own limit")
     cli.add_argument("--kv-pool-gib", type=float, metavar="GIB", help="size of the KV pool")

@@ -661,8 +661,17 @@ class GpuRow(_Struct, tag="gpu", frozen=True, kw_only=True):
     memory_clock_mhz: UFloat | None = None
     dram_read_write_percent: UFloat | None = None  # GPM, of the theoretical peak
     sm_active_percent: UFloat | None = None  # GPM
+    tensor_active_percent: UFloat | None = None  # GPM
+    pcie_rx_bytes_per_s: UFloat | None = None  # to the card
+    pcie_tx_bytes_per_s: UFloat | None = None
+    nvlink_rx_bytes_per_s: UFloat | None = None  # over all links
+    nvlink_tx_bytes_per_s: UFloat | None = None
+    ecc_corrected: UInt | None = None  # memory errors since the driver was loaded
+    ecc_uncorrected: UInt | None = None
     throttle: Text = ""
+    fault: Text = ""  # the newest error that the driver reported of the card (Xid)
     error: Text = ""
+    unknown: Annotated[dict[Name, Reason], Meta(max_length=32)] = {}  # readings that are not there, and why
 
 
 Telemetry = (

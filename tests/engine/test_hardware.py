@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from engine import hardware
 from engine.hardware import DeviceError, choose_device, cpu_name, describe
 
 
@@ -15,13 +18,56 @@ def test_the_cpu_can_always_be_chosen() -> None:
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:-1", "mps", ""])
 def test_unknown_devices_are_refused_by_name(name: str) -> None:
-    with pytest.raises(DeviceError, match=r"unknown device .*; allowed: auto, cpu, cuda, cuda:N"):
+    with pytest.raises(DeviceError, match=r"unknown device .*; allowed: auto, cpu, cuda, cuda:N, GPU-<uuid>"):
         choose_device(name)
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_the_reason() -> None:
     with pytest.raises(DeviceError, match=r"device cuda:99 cannot be used: .*; use auto or cpu"):
         choose_device("cuda:99")
+
+
+@pytest.fixture
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda with two cards that work."""
+    uuids = ["aaaa1111-0000", "aabb2222-0000"]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
+    monkeypatch.setattr(hardware, "_cuda_reason", lambda index: None)
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_a_card_is_chosen_by_its_uuid() -> None:
+    assert choose_device("GPU-aabb") == torch.device("cuda", 1)
+    assert choose_device("GPU-aaaa1111-0000") == torch.device("cuda", 0)
+    with pytest.raises(DeviceError, match=r"GPU-aa cannot be used: 2 GPUs by that name"):
+        choose_device("GPU-aa")
+    with pytest.raises(DeviceError, match=r"no GPU .*; there are: GPU-aaaa1111-0000, GPU-aabb"):
+        choose_device("GPU-ff")
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_a_part_of_a_card_is_chosen_by_its_uuid() -> None:
+    """CUDA shows a process a part of a card only where CUDA_VISIBLE_DEVICES names it."""
+    environ: dict[str, str] = {}
+    assert choose_device("MIG-1111", environ) == torch.device("cuda", 0)
+    assert environ == {"CUDA_VISIBLE_DEVICES": "MIG-1111"}
+    environ = {"CUDA_VISIBLE_DEVICES": "MIG-11112222,GPU-1"}
+    assert choose_device("MIG-1111", environ) == torch.device("cuda", 0)
+    assert environ == {"CUDA_VISIBLE_DEVICES": "MIG-11112222,GPU-1"}, "what the person set stays"
+    for shown in ("0", "MIG-3333", ""):
+        with pytest.raises(DeviceError, match=f"CUDA_VISIBLE_DEVICES={shown} shows this process something"):
+            choose_device("MIG-1111", {"CUDA_VISIBLE_DEVICES": shown})
+
+
+def test_a_uuid_without_cuda_is_refused_with_the_reason() -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is built with CUDA")
+    with pytest.raises(DeviceError, match="no GPU that CUDA shows here by that name; there are: none"):
+        choose_device("GPU-1")
+    with pytest.raises(DeviceError, match="MIG-1 cannot be used: this torch is built without CUDA"):
+        choose_device("MIG-1", {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,17 +11,10 @@ from typing import Any
 
 import pytest
 
+from engine.card_reader import LOST, CardReader, count, number, percent
+from engine.cards import CannotMap, Card, list_cards, visible_cards
 from engine.gpm import GpmSampler
-from engine.monitor import (
-    CannotMap,
-    Card,
-    GpuMonitor,
-    ProcessSampler,
-    count,
-    number,
-    percent,
-    visible_cards,
-)
+from engine.monitor import GpuMonitor, ProcessSampler
 from ipc import codec
 from ipc import messages as m
 from tests.engine.harness import wait_until
@@ -32,21 +25,35 @@ SMALL = Card("GPU-aabb2222-0000", "T4")
 PCI = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
+class NvmlError(Exception):
+    """As pynvml raises it: 3 not supported, 6 not found, 10 timeout, 15 the card is lost."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__({3: "Not Supported", 15: "GPU is lost"}.get(value, f"error {value}"))
+        self.value = value
+
+
 class Driver:
     """NVML with two cards of 80 and 10 GiB; ``faults`` are calls that fail, ``hang`` lets none return."""
 
     NVML_TEMPERATURE_GPU = 0
     NVML_CLOCK_SM = 1
     NVML_CLOCK_MEM = 2
+    nvmlEventTypeXidCriticalError = 8
 
     def __init__(self) -> None:
         self.cards = [BIG, SMALL]
+        self.parts: list[Card] = []  # of the first card, handles from 100 on
+        self.xids: list[int] = []
+        self.link_kib = 0
+        self.inits = self.sets = 0
         self.faults: dict[str, Exception] = {}
         self.hang = threading.Event()
         self.hang.set()
         self.process_memory: Any = 3 * GIB
 
     def nvmlInit(self) -> None:
+        self.inits += 1
         self._answer("nvmlInit", None)
 
     def nvmlShutdown(self) -> None:
@@ -59,19 +66,72 @@ class Driver:
         return index
 
     def nvmlDeviceGetUUID(self, handle: int) -> str:
-        return self.cards[handle].uuid
+        return self._card(handle).uuid
 
     def nvmlDeviceGetName(self, handle: int) -> bytes:
-        return self.cards[handle].name.encode()
+        return self._card(handle).name.encode()
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
+        if not self.parts or handle:
+            raise NvmlError(3)
+        return [1, 1]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, index: int) -> int:
+        if index >= 2 * len(self.parts) or index % 2 == 0:  # numbers have gaps
+            raise NvmlError(6)
+        return 100 + index // 2
+
+    def nvmlDeviceGetGpuInstanceId(self, handle: int) -> int:
+        assert handle >= 100
+        return 7
+
+    def nvmlEventSetCreate(self) -> list[int]:
+        self.sets += 1
+        return []
+
+    def nvmlDeviceRegisterEvents(self, handle: int, types: int, events: Any) -> None:
+        assert (handle, types) in {(0, 8), (1, 8)}, "of a whole card"
+        events.append(handle)
+
+    def nvmlEventSetWait_v2(self, events: Any, timeout_ms: int) -> Any:
+        assert timeout_ms == 0, "readings never wait"
+        if self.xids and events == [0]:
+            return SimpleNamespace(eventData=self.xids.pop(0))
+        raise NvmlError(10)
+
+    def nvmlEventSetFree(self, events: Any) -> None:
+        self.sets -= 1
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        total = (80, 10)[handle] * GIB
+        total = 20 * GIB if handle >= 100 else (80, 10)[handle] * GIB
         return self._answer("memory", SimpleNamespace(used=total // 2, total=total))
 
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
+        self._whole(handle)
+        assert counter == 0, "since the driver was loaded"
+        return int(self._answer("ecc", (7, 2)[kind]))
+
+    def nvmlDeviceGetPcieThroughput(self, handle: int, counter: int) -> int:
+        self._whole(handle)
+        return int(self._answer("pcie", (3000, 5000)[counter]))  # kB/s sent, received
+
+    def nvmlDeviceGetFieldValues(self, handle: int, ids: list[tuple[int, int]]) -> Any:
+        self._whole(handle)
+        self.link_kib += 1 << 20
+        told = {139: self.link_kib, 138: 2 * self.link_kib}
+        assert {scope for _, scope in ids} == {0xFFFFFFFF}, "over all links"
+        value = [SimpleNamespace(ullVal=told[number]) for number, _ in ids]
+        return [SimpleNamespace(nvmlReturn=self._answer("links", 0), value=each) for each in value]
+
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        self._whole(handle)
         return self._answer("use", SimpleNamespace(gpu=140, memory=3))
 
     def nvmlDeviceGetPowerUsage(self, handle: int) -> Any:
+        self._whole(handle)
         return self._answer("power", 250_500)
 
     def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> Any:
@@ -89,6 +149,14 @@ class Driver:
 
     def nvmlGpmQueryDeviceSupport(self, handle: int) -> Any:
         return self._answer("gpm", SimpleNamespace(isSupportedDevice=0))
+
+    def _card(self, handle: int) -> Card:
+        return self.parts[handle - 100] if handle >= 100 else self.cards[handle]
+
+    def _whole(self, handle: int) -> int:
+        if handle >= 100:
+            raise NvmlError(3)
+        return handle
 
     def _answer(self, name: str, value: Any) -> Any:
         self.hang.wait()
@@ -134,6 +202,10 @@ def test_readings_of_every_card_in_their_units(driver: Driver, start: Callable[.
     assert small.memory_total_bytes == 10 * GIB
     assert (big.power_w, big.temperature_c, big.sm_clock_mhz) == (250.5, 61.0, 1000.0)
     assert big.throttle == "power cap, hardware thermal"
+    assert (big.pcie_rx_bytes_per_s, big.pcie_tx_bytes_per_s) == (5e6, 3e6)
+    assert (big.ecc_corrected, big.ecc_uncorrected) == (7, 2)
+    assert big.fault == ""
+    assert big.unknown == {"gpm": "this card has no GPM"}
     assert big.utilization_percent == 100.0, "clipped"
     assert big.error == ""
 
@@ -152,8 +224,14 @@ def test_what_the_driver_does_not_know_is_unknown_and_nothing_else(
 
 def test_one_failing_call_costs_one_reading(driver: Driver, start: Callable[..., GpuMonitor]) -> None:
     """D02: each reading is unknown on its own."""
-    driver.faults = {"power": RuntimeError("Not Supported"), "gpm": RuntimeError("no"), "use": OSError("x")}
+    driver.faults = {"power": NvmlError(3), "gpm": RuntimeError("no"), "use": OSError("x")}
+    driver.faults |= {"ecc": NvmlError(3), "pcie": NvmlError(3), "links": NvmlError(3)}
     row = _read(start(lambda: driver))[0]
+    assert row.unknown == {
+        "power": "Not Supported", "gpm": "no", "utilization": "x", "ecc": "Not Supported",
+        "pcie": "Not Supported", "nvlink": "Not Supported",
+    }  # fmt: skip
+    assert (row.ecc_corrected, row.pcie_rx_bytes_per_s, row.nvlink_rx_bytes_per_s) == (None, None, None)
     assert (row.power_w, row.utilization_percent, row.dram_read_write_percent) == (None, None, None)
     assert row.memory_used_bytes == 40 * GIB
     assert row.error == ""
@@ -219,6 +297,7 @@ def test_a_driver_that_never_answers_makes_readings_stale(
         ("GPU-aaaa1111-0000", [BIG]),
         ("GPU-aab,GPU-aaaa", [SMALL, BIG]),
         ("GPU-ffff", []),
+        ("MIG-aaaa", []),
         ("nonsense", []),
     ],
 )
@@ -232,7 +311,6 @@ def test_the_cards_shown_are_those_that_cuda_shows(wanted: str | None, expected:
     ("environ", "reason"),
     [
         (PCI | {"CUDA_VISIBLE_DEVICES": "GPU-aa"}, "2 cards begin"),
-        (PCI | {"CUDA_VISIBLE_DEVICES": "MIG-12345"}, "a part of a card"),
         ({"CUDA_VISIBLE_DEVICES": "1"}, "PCI_BUS_ID"),  # CUDA's own order puts the fastest first
     ],
 )
@@ -260,6 +338,101 @@ def test_the_engines_own_card_is_followed_by_its_uuid(
     assert [row.uuid for row in _read(monitor)] == [BIG.uuid]
     monitor.follow(SMALL.uuid.removeprefix("GPU-"))
     wait_until(lambda: monitor.rows()[0].uuid == SMALL.uuid, "the other card is shown")
+    monitor.follow("GPU-ffff")
+    wait_until(lambda: "lists no card GPU-ffff" in monitor.rows()[0].error, "it is named")
+
+
+PARTS = [Card("MIG-11112222-0000", "H200"), Card("MIG-33334444-0000", "H200")]
+
+
+def test_a_part_of_a_card_tells_what_it_can(driver: Driver, start: Callable[..., GpuMonitor]) -> None:
+    """D05: CUDA shows a process one part of a card that MIG divides; the rest of the card is not its own."""
+    driver.parts = PARTS
+    whole, other = list_cards(driver)
+    assert [part.uuid for part in whole.parts] == [part.uuid for part in PARTS]
+    assert other.parts == ()
+    monitor = start(lambda: driver, CUDA_VISIBLE_DEVICES="MIG-3333")
+    (row,) = _read(monitor)
+    assert (row.uuid, row.name) == ("MIG-33334444-0000", "H200 (MIG)")
+    assert (row.memory_used_bytes, row.memory_total_bytes) == (10 * GIB, 20 * GIB)
+    assert (row.utilization_percent, row.power_w, row.ecc_corrected) == (None, None, None)
+    assert row.unknown["power"] == "a part of a card (MIG) does not tell it: Not Supported"
+    assert row.error == ""
+    monitor.follow("MIG-1111")
+    wait_until(lambda: monitor.rows()[0].uuid == PARTS[0].uuid, "the part that computes is shown")
+
+
+def test_errors_that_the_driver_reports_are_told(
+    driver: Driver, start: Callable[..., GpuMonitor], caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.xids = [31, 999, 48]
+    monitor = start(lambda: driver)
+    big, small = _read(monitor)
+    assert big.fault == "Xid 48: memory errors that could not be corrected (ECC)"
+    assert small.fault == ""
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert [text.partition("): ")[2].partition(":")[0] for text in told] == ["Xid 31", "Xid 999", "Xid 48"]
+
+
+def test_a_card_that_fell_off_the_bus_is_reported_and_looked_for_again(
+    driver: Driver,
+    start: Callable[..., GpuMonitor],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What follows it is nobody's figure; the driver is asked anew, for it may come back."""
+    monkeypatch.setattr("engine.monitor.MAX_RETRY_S", 0.05)
+    monitor = start(lambda: driver)
+    monitor.follow(BIG.uuid)
+    _read(monitor)
+    driver.xids = [79]
+    driver.faults = {"memory": NvmlError(15)}
+    wait_until(lambda: monitor.rows()[0].error == LOST, "it is reported")
+    (row,) = monitor.rows()
+    assert (row.uuid, row.memory_used_bytes) == (BIG.uuid, None)
+    assert row.fault == "Xid 79: the card has fallen off the bus"
+    begun = driver.inits
+    wait_until(lambda: driver.inits > begun + 1, "the driver is asked anew")
+    told = [record.getMessage() for record in caplog.records if LOST in record.getMessage()]
+    assert told == [f"{BIG.uuid}: {LOST}"], "once, not at each try"
+    assert monitor.rows()[0].fault.startswith("Xid 79"), "what was reported before stays"
+    driver.cards = [SMALL]
+    wait_until(lambda: "lists no card" in monitor.rows()[0].error, "a driver that forgot it")
+    driver.cards, driver.faults = [BIG, SMALL], {}
+    wait_until(lambda: monitor.rows()[0].memory_used_bytes == 40 * GIB, "it came back")
+
+
+def test_nvlinks_are_read_by_their_counters(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("engine.card_reader.time.monotonic", lambda: now[0])
+    reader = CardReader(driver, list_cards(driver)[0])
+    assert reader.read().nvlink_rx_bytes_per_s is None, "one reading is no rate"
+    now[0] += 2.0
+    row = reader.read()
+    assert (row.nvlink_rx_bytes_per_s, row.nvlink_tx_bytes_per_s) == (GIB / 2, GIB)
+    reader.close()
+    assert driver.sets == 0, "what the driver holds is given back"
+
+
+def test_a_driver_that_is_not_there_is_asked_less_and_less_often() -> None:
+    waits: list[float] = []
+
+    def load() -> Driver:
+        raise OSError("no library")
+
+    monitor = GpuMonitor(load=load, environ={}, retry_s=10.0)
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 7:
+            monitor.stop()
+
+    monitor._wait = wait  # type: ignore[method-assign]
+    monitor._run()
+    assert waits == [10.0, 20.0, 40.0, 80.0, 160.0, 160.0, 160.0]
+
+
+GPM = {2: 10.0, 5: 4.0, 10: 55.0, 20: 1.0, 21: 2.0, 60: 3.0, 61: 0.5}  # MiB/s from 20 on
 
 
 class GpmDriver(Driver):
@@ -283,35 +456,54 @@ class GpmDriver(Driver):
         sample.n = self.samples
         return sample
 
+    def nvmlGpmMigSampleGet(self, handle: int, instance: int, sample: Any) -> Any:
+        assert (handle, instance) == (0, 7)
+        return self.nvmlGpmSampleGet(handle, sample)
+
     def nvmlGpmSampleFree(self, sample: Any) -> None:
         self.freed += 1
 
     def c_nvmlGpmMetricsGet_t(self) -> Any:
-        return SimpleNamespace(metrics=[SimpleNamespace(nvmlReturn=0, value=0.0) for _ in range(4)])
+        return SimpleNamespace(metrics=[SimpleNamespace(nvmlReturn=0, value=0.0) for _ in range(98)])
 
     def nvmlGpmMetricsGet(self, query: Any) -> None:
         assert query.sample2.n == query.sample1.n + 1
         for metric in query.metrics[: query.numMetrics]:
-            metric.value = {2: 10.0, 10: 55.0}[metric.metricId]
+            metric.value = GPM[metric.metricId]
         query.metrics[1].nvmlReturn = self.dram_status
 
 
 def test_gpm_averages_between_two_samples_and_frees_them(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = GpmDriver()
     monkeypatch.setattr("engine.gpm._MIN_GAP_S", 0.0)
-    sampler = GpmSampler(driver, 0)
+    sampler = GpmSampler(driver, Card("GPU-1", "H200", 0))
     assert sampler.read().dram_percent is None, "one sample is no average"
     reading = sampler.read()
-    assert (reading.sm_percent, reading.dram_percent) == (10.0, 55.0)
+    assert (reading.sm_percent, reading.dram_percent, reading.tensor_percent) == (10.0, 55.0, 4.0)
+    assert (reading.pcie_tx, reading.pcie_rx) == (1 << 20, 2 << 20)
+    assert (reading.nvlink_rx, reading.nvlink_tx) == (3 << 20, 1 << 19)
     driver.dram_status = 3
     assert (sampler.read().dram_percent, sampler.read().sm_percent) == (None, 10.0)
     assert driver.freed == driver.samples - 1
+    sampler.close()
+    assert driver.freed == driver.samples
+
+
+def test_gpm_reads_a_part_of_a_card_through_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = GpmDriver()
+    driver.parts = PARTS
+    monkeypatch.setattr("engine.gpm._MIN_GAP_S", 0.0)
+    reader = CardReader(driver, list_cards(driver)[0].parts[0])
+    reader.read()
+    row = reader.read()
+    assert (row.tensor_active_percent, row.sm_active_percent) == (4.0, 10.0)
+    assert (row.pcie_rx_bytes_per_s, row.nvlink_tx_bytes_per_s) == (2 << 20, 1 << 19)
 
 
 def test_gpm_that_fails_once_is_off_for_good() -> None:
     driver = GpmDriver()
     driver.nvmlGpmSampleGet = lambda handle, sample: 1 / 0  # type: ignore[method-assign]
-    sampler = GpmSampler(driver, 0)
+    sampler = GpmSampler(driver, Card("GPU-1", "H200", 0))
     assert sampler.read().dram_percent is None
     assert sampler.off_reason
     del driver.nvmlGpmSampleGet

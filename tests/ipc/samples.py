@@ -93,5 +93,14 @@ TELEMETRY: list[m.Telemetry] = [
     ),
     m.Preempted(t_ns=1, rid=2, by=3, reason="priority", mode="swap", lost_tok=4, swapped_blk=5, cfg_rev=6),
     m.LogLine(n=1, level="info", unix_ms=2, source="engine", message="hello"),
-    m.GpuRow(t_ns=1, uuid="GPU-1", name="card", utilization_percent=5.0),
+    m.GpuRow(
+        t_ns=1,
+        uuid="GPU-1",
+        name="card",
+        utilization_percent=5.0,
+        pcie_rx_bytes_per_s=1e9,
+        ecc_corrected=2,
+        fault="Xid 48",
+        unknown={"power": "Not Supported"},
+    ),
 ]

@@ -1,0 +1,107 @@
+"""Which graphics cards there are, and which of them this process sees: by UUID, never by a bare number.
+
+A card that is divided (MIG) has parts with UUIDs of their own. Sources: NVML API reference; CUDA C++
+programming guide, "CUDA Environment Variables"; NVIDIA MIG user guide, "CUDA_VISIBLE_DEVICES".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+GPU, MIG = "GPU-", "MIG-"
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One card as NVML numbers them, in PCI order. ``parts``: what MIG has divided it into.
+
+    A part has the handle of the ``whole`` card too.
+    """
+
+    uuid: str
+    name: str
+    handle: Any = None
+    parts: tuple[Card, ...] = ()
+    whole: Any = None
+
+    @property
+    def is_part(self) -> bool:
+        return self.uuid.startswith(MIG)
+
+
+class CannotMap(Exception):
+    """``CUDA_VISIBLE_DEVICES`` does not say for certain which cards are meant."""
+
+
+def list_cards(nvml: Any) -> list[Card]:
+    """All cards of the machine, with their parts."""
+    cards = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        name = _text(nvml.nvmlDeviceGetName(handle))
+        parts = tuple(_parts(nvml, handle, name))
+        cards.append(Card(_text(nvml.nvmlDeviceGetUUID(handle)), name, handle, parts))
+    return cards
+
+
+def _parts(nvml: Any, handle: Any, name: str) -> Iterator[Card]:
+    try:
+        current, _ = nvml.nvmlDeviceGetMigMode(handle)
+        count = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if current else 0
+    except Exception:  # cards without MIG say so by an error
+        return
+    for index in range(count):
+        try:
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+        except Exception:  # there are gaps between the numbers of parts
+            continue
+        yield Card(_text(nvml.nvmlDeviceGetUUID(part)), f"{name} (MIG)", part, whole=handle)
+
+
+def visible_cards(cards: Sequence[Card], environ: Mapping[str, str]) -> list[Card]:
+    """The cards, and parts of cards, that CUDA shows this process, in its order. Raises `CannotMap`.
+
+    NVML ignores ``CUDA_VISIBLE_DEVICES``. Numbers there are in PCI order only under
+    ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; an entry that names no card hides itself and all that follow.
+    """
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return list(cards)
+    in_pci_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({c.name for c in cards}) <= 1
+    shown: list[Card] = []
+    for entry in (part.strip() for part in wanted.split(",")):
+        if entry.isdecimal():
+            if not in_pci_order:
+                raise CannotMap(
+                    f"CUDA_VISIBLE_DEVICES={wanted} counts in CUDA's own order and the cards differ; "
+                    "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+                )
+            if int(entry) >= len(cards):
+                break
+            shown.append(cards[int(entry)])
+            continue
+        fitting = find(cards, entry)
+        if len(fitting) > 1:
+            raise CannotMap(f"CUDA_VISIBLE_DEVICES names {entry}, with which {len(fitting)} cards begin")
+        if not fitting:
+            break
+        shown.append(fitting[0])
+    return shown
+
+
+def find(cards: Sequence[Card], uuid: str) -> list[Card]:
+    """The cards or parts whose UUID begins with ``uuid``, ``GPU-...`` or ``MIG-...``."""
+    every = [card for whole in cards for card in (whole, *whole.parts)]
+    return [card for card in every if uuid.startswith((GPU, MIG)) and card.uuid.startswith(uuid)]
+
+
+def part_in_use(environ: Mapping[str, str]) -> str | None:
+    """The part of a card that this process computes on: CUDA shows a process one at most, the first named."""
+    first = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    return first if first.startswith(MIG) else None
+
+
+def _text(value: object) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
