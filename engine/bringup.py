@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from engine import out_of_memory
+from engine.attention.base import pool_limits
 from engine.availability import available
 from engine.config import ConfigError, EngineConfig
 from engine.hardware import DeviceError, choose_device, describe
@@ -73,6 +74,7 @@ def bring_up(
         quantization=loaded.info.quantization,
         draft_model="" if config.draft_model is None else str(config.draft_model),
         reasons=reasons,
+        pools=pool_limits(device),
     )
     knobs = KnobStore(context, config.knobs)
     progress("allocating the KV pool", 0, 0)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.text import Tokenizer
 
 MAX_TOKENS = 1024
+BLOCK_MULTIPLE = 256  # so that every attention can read the one block that the text takes
 
 TEXT = """\
 The ferry left the harbour at ten past six, when the fog had just begun to lift from the water. On \
@@ -98,11 +99,12 @@ def read_text(
     the last one. MemoryError if there is no room for the text's keys and values.
     """
     length = len(ids)
+    size = -(-length // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
     kv = KVCache.allocate(
-        decoder.spec, num_blocks=1, block_size=length, dtype=decoder.dtype, device=decoder.device
+        decoder.spec, num_blocks=1, block_size=size, dtype=decoder.dtype, device=decoder.device
     )
     with torch.inference_mode():
-        batch = BatchBuilder(length, 1).build([TextRow(list(ids), [0], num_new=length)])
+        batch = BatchBuilder(size, 1).build([TextRow(list(ids), [0], num_new=length)])
         batch.fill()
         plan = attention.plan(batch.rows, kv, spec, to_device)
         tokens, positions, slots = map(to_device, (batch.ids, batch.positions, batch.slots))

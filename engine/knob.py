@@ -11,6 +11,14 @@ from ipc.messages import ApplyMode, KnobInfo, KnobValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLimits:
+    """What an attention asks of the KV pool: blocks of a multiple of tokens, and whether 8 bits will do."""
+
+    block_multiple: int = 1
+    quantized: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KnobContext:
     """What availability may depend on: the device in use and what the loaded model can do."""
 
@@ -18,6 +26,7 @@ class KnobContext:
     attention: Sequence[str] = ("naive", "sdpa", "paged")  # back ends that can run here
     # Why others cannot: of a knob by its id, of a choice by ``id=choice``.
     reasons: Mapping[str, str] = field(default_factory=dict)
+    pools: Mapping[str, PoolLimits] = field(default_factory=dict)  # by attention; without an entry: any pool
     draft_model: str = ""  # what --draft-model names
     quantization: str = ""  # how the model's weights are quantized as they were loaded, "" if they are not
 
@@ -29,7 +38,8 @@ class Knob:
     ``requires`` names the knobs, and the value of each (or several: ``a or b``), without which this one has
     no effect; it is told, not enforced, so that each knob can be flipped alone. ``reason`` set means not
     available anywhere, ``reasons`` of the context under this id that it is not available here.
-    ``choice_reason`` says for each choice why it cannot run here, or "" if it can.
+    ``choice_reason`` says for each choice why it cannot run here, or "" if it can. ``conflict`` says why its
+    value cannot be had together with those of the knobs in ``conflicts_with``, or "" if it can.
     """
 
     id: str
@@ -47,6 +57,8 @@ class Knob:
     requires: Mapping[str, str] = field(default_factory=dict)
     reason: str = ""
     choice_reason: Callable[[str, KnobContext], str] | None = None
+    conflict: Callable[[Mapping[str, KnobValue], KnobContext], str] | None = None
+    conflicts_with: tuple[str, ...] = ()
 
     def unavailable(self, context: KnobContext) -> str:
         """Why the knob can only stay at its default here, or "" if it can be used."""

@@ -74,7 +74,7 @@ class KnobStore:
                 continue  # saying that what is not there stays off changes nothing
             elif why := knob.why_not(value, self.context):
                 refused[key] = why
-        return refused
+        return refused or self._conflicts(patch)
 
     def propose(self, patch: Mapping[str, KnobValue], expect_rev: int, *, dry_run: bool = False) -> Proposal:
         """Reserve a change. Raises PatchRefused: conflict, busy (one is on its way) or invalid."""
@@ -132,6 +132,16 @@ class KnobStore:
         """Drop the proposed change; values and revision stay."""
         with self._lock:
             self.pending = None
+
+    def _conflicts(self, patch: Mapping[str, KnobValue]) -> dict[str, str]:
+        """Why values cannot be had together, told of the knob that asks for the others if it is changed."""
+        values = {**self.values, **patch}
+        refused: dict[str, str] = {}
+        for knob in KNOBS:
+            touched = [key for key in (knob.id, *knob.conflicts_with) if key in patch]
+            if knob.conflict is not None and touched and (why := knob.conflict(values, self.context)):
+                refused |= dict.fromkeys(touched[:1] if touched[0] == knob.id else touched, why)
+        return refused
 
     def _normal(self, patch: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
         return {k: float(v) if BY_ID[k].type == "float" and v is not None else v for k, v in patch.items()}

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from engine.attention_choice import AUTO, pool_reason
 from engine.knob import Knob, KnobContext
 from engine.speculation import MAX_DRAFT
-from ipc.messages import KnobInfo
+from ipc.messages import KnobInfo, KnobValue
 
-NOT_BUILT = "not built yet"
 DRAFTING = "ngram or draft or self"
 MAX_SEQS = 1024  # most requests that may run at once, so the runner's slots are [0, MAX_SEQS)
 
 
 def _attention_reason(choice: str, context: KnobContext) -> str:
-    if choice in context.attention:
+    if choice == AUTO or choice in context.attention:
         return ""
-    if choice == "flash_attn":
-        return NOT_BUILT
     return context.reasons.get(f"attention={choice}", f"cannot run on {context.device}")
+
+
+def _attention_conflict(values: Mapping[str, KnobValue], context: KnobContext) -> str:
+    return pool_reason(str(values["attention"]), values, context)
 
 
 def _weight_reason(choice: str, context: KnobContext) -> str:
@@ -274,11 +276,15 @@ _KERNELS = (
         group="kernels",
         title="Attention",
         type="choice",
-        default="sdpa",
-        choices=("naive", "sdpa", "paged", "flash_attn"),
+        default=AUTO,
+        choices=(AUTO, "naive", "sdpa", "paged", "flash_attn", "varlen"),
         choice_reason=_attention_reason,
-        help="The implementation of attention. Naive is the plain reference; sdpa gathers the blocks of keys "
-        "and values for torch's fused one; paged is a kernel that reads them where they lie.",
+        conflict=_attention_conflict,
+        conflicts_with=("block_size", "kv_dtype"),
+        help="The implementation of attention. Auto takes paged on a GPU and sdpa on a CPU, and what comes "
+        "next where that cannot run. Naive is the plain reference; sdpa gathers the blocks of keys and "
+        "values for torch's fused one; paged is a kernel that reads them where they lie; flash_attn is that "
+        "of the flash-attn package, varlen torch's own. Each step says which one ran.",
     ),
     Knob(
         id="fused_norm",
@@ -324,7 +330,7 @@ _KERNELS = (
         title="CUDA graphs",
         type="bool",
         default=False,
-        requires={"attention": "paged", "fused_rope_kv": "true"},
+        requires={"attention": "paged or auto", "fused_rope_kv": "true"},
         help="Steps without prompts are padded to one of some shapes and replayed from a graph, which "
         "launches all of their kernels at once. A shape is captured when it is first met. Each step says "
         "which it was replayed in, or none.",

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from engine import reconfigure
+from engine import attention_choice, reconfigure
 from engine.answer import Answers, Event
 from engine.block_pool import BlockView
 from engine.calibration import calibration_ids
@@ -86,13 +86,14 @@ class EngineCore:
         self.text_meters = Meters()
         self.device_info = device_info
         self.clock_ns = clock_ns
+        self.attention = attention_choice.resolve(knobs.values, knobs.context)  # by the name it is asked for
         embed = loaded.weights["embed"]
         self._dtype, device = embed.dtype, embed.device
         self.runner = ModelRunner(
             loaded,
             device=device,
             dtype=self._dtype,
-            attention=str(knobs["attention"]),
+            attention=self.attention,
             max_model_len=self.max_model_len,
             consume=consume,
             check=config.check,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from engine.attention_choice import resolve
 from engine.door import RequestRefused, check_fit
 from engine.identity import kv_identity
 from engine.knob_store import PatchRefused, Proposal
@@ -224,8 +225,10 @@ def _apply(
     runner, precision = core.runner, WeightPrecision.of(values)
     if precision != runner.precision:
         _convert_weights(core, precision, now_ns)
-    if runner.attention_name != values["attention"]:
-        runner.set_attention(str(values["attention"]))
+    attention = resolve(values, core.knobs.context)
+    if core.attention != attention:
+        runner.set_attention(attention)
+        core.attention = attention
     fused = {knob: bool(values[knob]) for knob in (*FUSED, SAMPLING, COMPILE)}
     runner.set_fused(fused)
     core.scheduler.configure(SchedulerKnobs.of(values))

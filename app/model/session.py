@@ -93,6 +93,7 @@ class SessionModel:
         self.blocks: BlockView | None = None
         self.gpus: dict[str, GpuRow] = {}
         self.attention = ""  # the backend that the newest step really ran
+        self.attention_rev = -1  # the configuration that it ran with
         self.kernels = ""
         self.markers: deque[Marker] = deque(maxlen=500)
         self.gaps: deque[Gap] = deque(maxlen=500)
@@ -222,6 +223,7 @@ class SessionModel:
             self._kernels.take(row)
         if rows:
             self.attention, self.kernels = rows[-1].attention, rows[-1].kernels
+            self.attention_rev = rows[-1].cfg_rev
         if new:
             self._steps.append(new)
 

@@ -13,7 +13,7 @@ from app.panels.knob_notes import SpeculationNote, WeightsNote
 from app.widgets.basic import button, column, row, rule
 from app.widgets.empty_state import EmptyState
 from app.widgets.knob_group import KnobGroup
-from app.widgets.knob_row import KnobRow
+from app.widgets.knob_row import AUTO, KnobRow
 from ipc.messages import KnobInfo
 
 GROUPS = {
@@ -39,7 +39,7 @@ class OptimizationsPanel(QWidget):
         super().__init__()
         self._console = console
         self._infos: list[KnobInfo] = []
-        self._seen: tuple[int, bool] | None = None
+        self._seen: tuple[int, bool, str] | None = None
         self._share: float | None = None  # of a change that is being applied
         self.rows: dict[str, KnobRow] = {}
         self.notes: dict[str, WeightsNote | SpeculationNote] = {}  # by group
@@ -80,9 +80,10 @@ class OptimizationsPanel(QWidget):
         knobs = self._console.knobs
         ready = self._console.engine_ready
         share = status.applying_share(self._console.session)
-        if self._seen == (knobs.version, ready) and self._share == share:
+        became = self._became()
+        if self._seen == (knobs.version, ready, became) and self._share == share:
             return
-        self._seen, self._share = (knobs.version, ready), share
+        self._seen, self._share = (knobs.version, ready, became), share
         self.refresh_figures()
         views = knobs.views()
         infos = [view.info for view in views]
@@ -90,7 +91,8 @@ class OptimizationsPanel(QWidget):
             self._rebuild(infos)
         values = knobs.values()
         for view in views:
-            self.rows[view.info.id].show_view(view, ready, values, share)
+            auto = became if view.info.id == "attention" and view.applied == AUTO else ""
+            self.rows[view.info.id].show_view(view, ready, values, share, auto)
         for group in self.groups.values():
             ids = [made.info.id for made in group.rows]
             group.show_changed(sum(values.get(i) != self.rows[i].info.default for i in ids if i in values))
@@ -102,6 +104,11 @@ class OptimizationsPanel(QWidget):
             summary = tr("{n} pending").format(n=pending)
         self.summary_changed.emit(summary)
         self._stack.setCurrentIndex(1 if views else 0)
+
+    def _became(self) -> str:
+        """The attention that ran under the configuration of now, "" as long as no step did."""
+        session = self._console.session
+        return session.attention if session.attention_rev == self._console.knobs.rev else ""
 
     def refresh_figures(self) -> None:
         """Write what is measured of a group's optimizations."""

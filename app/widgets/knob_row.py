@@ -42,6 +42,8 @@ APPLY_TIP = {
 }
 ADVICE = {("speculation", "draft"): N_("choose one under “Draft model” below")}
 """What a person can do about a choice that is not available."""
+AUTO = "auto"
+"""The choice that leaves it to the engine."""
 EDITOR_WIDTH = 104
 INT_MAX = 2**31 - 1
 
@@ -180,12 +182,18 @@ class KnobRow(QWidget):
         return any(text in word.casefold() for word in words)
 
     def show_view(
-        self, view: KnobView, enabled: bool, values: Mapping[str, KnobValue], share: float | None = None
+        self,
+        view: KnobView,
+        enabled: bool,
+        values: Mapping[str, KnobValue],
+        share: float | None = None,
+        became: str = "",
     ) -> None:
         """Show what is applied, what is asked for and how it stands.
 
         ``enabled``: the engine can be asked. ``values``: what all knobs have, for those that this one needs.
         ``share``: how far the change is that the engine applies now, None where it does not say.
+        ``became``: what a choice that was left to the engine became, as far as it is known.
         """
         pending = view.status is KnobStatus.PENDING and enabled
         usable = enabled and self.info.available and self.info.apply != "restart"
@@ -199,10 +207,16 @@ class KnobRow(QWidget):
         needs = self.info.requires.items()
         idle = [other for other, value in needs if knob_text(values.get(other)) not in value.split(" or ")]
         text, role = self._status(view, pending, bool(idle), share)
+        settled = bool(became) and not pending and view.status is KnobStatus.APPLIED
+        if settled:
+            text, role = f"{tr_engine(AUTO)} → {became}", "small"
         self.status.set_full_text(text)
         set_role(self.status, role)
         if text and view.reason:
             self.status.setToolTip(plain_tip(tr_engine(view.reason)))
+        elif settled:
+            tip = tr("What the engine chose: steps run {name}.").format(name=became)
+            self.status.setToolTip(plain_tip(tip))
         elif text and view.preempted:
             more = tr("{n} requests lost their place and went on by recompute.")
             self.status.setToolTip(plain_tip(f"{text}. {more.format(n=count(view.preempted))}"))

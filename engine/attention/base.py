@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.knob import PoolLimits
 from engine.kv_cache import KVCache
 from engine.models.spec import ModelSpec
 
@@ -73,7 +74,10 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention. Keeps nothing between steps but scratch memory."""
+    """A way to compute attention. Keeps nothing between steps but scratch memory.
+
+    ``name`` says what runs, and so may say more than the name that it was asked for by (``flash_attn3``).
+    """
 
     name: str
 
@@ -88,22 +92,21 @@ class AttentionBackend(Protocol):
 
 def names() -> tuple[str, ...]:
     """Every backend, the reference first."""
-    return ("naive", "sdpa", "paged")
+    return ("naive", "sdpa", "paged", "flash_attn", "varlen")
 
 
 def probe(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a backend cannot serve this model here, or None if it can."""
+    from engine.attention import flash_attn, paged, varlen
+
     if name not in names():
         return f"unknown attention backend {name!r}; there are {', '.join(names())}"
     if device.type not in ("cpu", "cuda"):
         return f"{name} attention runs on cpu and cuda, not on {device.type}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{name} attention needs float32, bfloat16 or float16, not {dtype}"
-    if name == "paged":
-        from engine.attention import paged
-
-        return paged.probe(spec, device, dtype)
-    return None
+    probes = {"paged": paged.probe, "flash_attn": flash_attn.probe, "varlen": varlen.probe}
+    return probes[name](spec, device, dtype) if name in probes else None
 
 
 def usable(
@@ -115,9 +118,16 @@ def usable(
     return tuple(name for name, reason in found.items() if reason is None), cannot
 
 
+def pool_limits(device: torch.device) -> dict[str, PoolLimits]:
+    """What backends ask of the KV pool, those that take any left out."""
+    from engine.attention import flash_attn, varlen
+
+    return {"flash_attn": flash_attn.limits(device), "varlen": varlen.limits()}
+
+
 def get_backend(name: str, device: torch.device) -> AttentionBackend:
     """The backend of that name on a device; ask `probe` first. Raises KeyError for an unknown one."""
-    from engine.attention import paged
+    from engine.attention import flash_attn, paged, varlen
     from engine.attention.naive import NaiveAttention
     from engine.attention.sdpa import SdpaAttention
 
@@ -125,5 +135,7 @@ def get_backend(name: str, device: torch.device) -> AttentionBackend:
         "naive": NaiveAttention,
         "sdpa": SdpaAttention,
         "paged": lambda: paged.make(device),
+        "flash_attn": lambda: flash_attn.make(device),
+        "varlen": lambda: varlen.make(device),
     }
     return makers[name]()

@@ -10,7 +10,7 @@ import pytest
 
 from engine.knob import KnobContext
 from engine.knob_store import KnobStore, PatchRefused
-from engine.knobs import BY_ID, KNOBS, NOT_BUILT, list_knobs
+from engine.knobs import BY_ID, KNOBS, list_knobs
 from engine.scheduler import SchedulerKnobs
 from ipc.messages import KnobInfo
 
@@ -35,10 +35,11 @@ def test_ids_are_unique_and_every_default_can_be_taken() -> None:
         assert len(knob.help) > 20
 
 
-def test_what_is_not_built_says_so() -> None:
+def test_what_can_be_used_and_why_the_rest_cannot() -> None:
     infos = {info.id: info for info in list_knobs()}
     assert {i for i, info in infos.items() if info.available} == LIVE
-    assert infos["attention"].choice_reasons == {"flash_attn": NOT_BUILT}
+    cannot = "cannot run on cpu"
+    assert infos["attention"].choice_reasons == {"flash_attn": cannot, "varlen": cannot}
     assert infos["speculation"].choice_reasons == {"draft": "the engine was started without --draft-model"}
 
 
@@ -54,7 +55,7 @@ def test_the_registry_passes_the_protocol() -> None:
     ("max_num_seqs", None, "not a whole number"), ("max_num_seqs", "8", "not a whole number"),
     ("priority_ageing_s", float("nan"), "not a finite number"), ("priority_ageing_s", float("inf"), "finite"),
     ("chunked_prefill", 1, "not true or false"), ("policy", "lifo", "is not one of fcfs, priority"),
-    ("attention", "flash_attn", f"flash_attn is not available: {NOT_BUILT}"),
+    ("attention", "flash_attn", "flash_attn is not available: cannot run on cpu"),
     ("nonsense", 1, "there is no knob 'nonsense'"),
 ])  # fmt: skip
 def test_a_refusal_names_value_and_limit(key: str, value: Any, why: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.knob import KnobContext
-from engine.knobs import list_knobs
+from engine.knobs import BY_ID, list_knobs
 from ipc.messages import KnobInfo, KnobValue
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ def _values(knob: KnobInfo) -> set[str]:
 def test_knob_table_says_what_the_registry_says(name: str) -> None:
     text = (ROOT / name).read_text("utf-8")
     rows = _rows(text)
-    knobs = list_knobs(KnobContext(draft_model="given"))
+    knobs = list_knobs(KnobContext(draft_model="given", attention=BY_ID["attention"].choices))
     built = {knob.id: knob for knob in knobs if knob.available}
     assert set(rows) == set(built)
     for knob_id, (values, default, applies, purpose) in rows.items():

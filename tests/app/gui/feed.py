@@ -23,7 +23,7 @@ KNOBS = [
     b.knob("block_size", group="kv memory", title="Block size", type="int", default=16, minimum=1,
            maximum=1024, apply="rebuild_kv", unit="tokens"),
     b.knob("attention", group="kernels", title="Attention", type="choice", default="sdpa",
-           choices=["naive", "sdpa", "flash_attn"], choice_reasons={"flash_attn": "needs CUDA"}),
+           choices=["naive", "sdpa", "flash_attn", "auto"], choice_reasons={"flash_attn": "needs CUDA"}),
     b.knob("cuda_graphs", group="kernels", title="CUDA graphs", default=False, available=False,
            reason="not built yet"),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from app import i18n
 from app.main_window import MainWindow
 from app.panels.optimizations import group_title
 from app.widgets.toggle import ToggleSwitch
-from ipc.messages import ApplyEvent, CfgSet, Error
+from ipc.messages import ApplyEvent, Cfg, CfgSet, Error
 from tests.app import builders as b
 from tests.app.gui import feed
 from tests.app.gui.conftest import beat, discard, until
@@ -44,6 +44,21 @@ def test_what_is_not_available_says_why_and_takes_no_click(window: MainWindow, l
     item = attention.model().item(2)
     assert not item.isEnabled()
     assert "needs CUDA" in item.text()
+
+
+def test_what_auto_became_is_shown_once_a_step_said_so(window: MainWindow, link: FeedLink) -> None:
+    """And is not shown any more once the configuration is another one than that step ran with."""
+    link.ready(attention="auto")
+    beat(window)
+    row = window.optimizations.rows["attention"]
+    assert row.status.full_text == ""
+    link.push(steps=[b.step_row(1, 1.0, attention="paged", cfg_rev=0)])
+    beat(window)
+    assert row.status.full_text == "auto → paged"
+    assert "paged" in row.status.toolTip()
+    link.push(cfg=Cfg(id=1, rev=1, values={**feed.VALUES, "attention": "auto"}, knobs=KNOBS))
+    beat(window)
+    assert row.status.full_text == ""
 
 
 def test_engine_text_is_never_markup(window: MainWindow, link: FeedLink) -> None:
