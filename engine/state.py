@@ -42,6 +42,7 @@ def state_of(core: EngineCore) -> EngineState:
         result_n=results.num_answers,
         result_bytes=results.nbytes,
         result_hits=results.hits,
+        graphs=runner.graphs.use(),
         speculation=core.speculator.reason[:4096],
         ended=max(0, core.num_begun - len(core.answers.live)) + results.hits,
         prefill_tok=core.pipeline.prefill_tokens,

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 MAX_PROMPT_CHARS = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 20
@@ -384,6 +384,18 @@ Reply = (
 # --- telemetry: engine -> every client, on tel ---------------------------------------------------
 
 
+class GraphUse(_Struct, frozen=True, kw_only=True):
+    """What became of steps since CUDA graphs were last switched on: replayed, or run without, and why."""
+
+    replayed_n: UInt = 0  # steps
+    replayed_tok: UInt = 0  # tokens that they computed, padding included
+    padded_tok: UInt = 0  # of them, those that nobody had: they filled a shape up
+    missed_n: Counts = {}  # steps by reason
+    graphs_n: UInt = 0  # that are held now
+    graph_bytes: UInt = 0  # of device memory that they took
+    budget_bytes: UInt = 0  # past which none is captured
+
+
 class EngineState(_Struct, tag="state", frozen=True, kw_only=True):
     """The engine's phase. Published on each change and once a second; in every snapshot."""
 
@@ -413,6 +425,7 @@ class EngineState(_Struct, tag="state", frozen=True, kw_only=True):
     result_n: UInt = 0  # answers in the result cache
     result_bytes: UInt = 0
     result_hits: UInt = 0  # requests answered from it since start
+    graphs: GraphUse | None = None  # None while CUDA graphs are switched off
     speculation: Text = ""  # why no drafts are made though speculation is on, "" while they are
     ended: UInt = 0  # requests since start, whatever ended them
     prefill_tok: UInt = 0  # tokens computed since start, so that totals survive a gap in the step rows

@@ -12,6 +12,7 @@ from app.console import Console
 from app.i18n import N_, tr, tr_engine, tr_later
 from app.model.memory import Memory, Ran, WhatRan, has_second_form
 from app.net.types import LinkState
+from app.panels.graph_facts import GraphFacts
 from app.units import count, data, percent
 from app.widgets.basic import column, label, row, rule, set_role
 from app.widgets.empty_state import EmptyState
@@ -131,12 +132,13 @@ class MemoryPanel(QWidget):
         between = FactSpec("between", tr("between them"), tip, wide=True)
         self.ran = Facts([*(FactSpec(key, tr("head"), tr_later(RAN)) for key in lines), between])
         self.ran_none = label(tr("No step has run since the last change."), "small")
+        self.graphs = GraphFacts()
         page = QWidget()
         page.setProperty("role", "page")
         page.setLayout(
             column(
                 self.device_head, self.device_bar, self.host_head, self.host_bar, self.facts, self.note,
-                rule(), self.whole, row(self.ran_head, None), self.ran_none, self.ran, None,
+                rule(), self.whole, row(self.ran_head, None), self.ran_none, self.ran, self.graphs, None,
                 spacing=5, margins=(12, 8, 12, 6),
             )
         )  # fmt: skip
@@ -177,6 +179,7 @@ class MemoryPanel(QWidget):
         self._show_note(state)
         self._show_whole(memory, state)
         self._show_ran(session.ran())
+        self.graphs.show_use(state.graphs)
         self.summary_changed.emit(str(data(memory.total)))
 
     def _show_note(self, state: EngineState) -> None:

@@ -40,7 +40,8 @@ class GraphCounts:
 
     hits: int = 0
     misses: Counter[str] = field(default_factory=Counter)  # by reason
-    padded_tokens: int = 0  # computed in replays for nobody
+    tokens: int = 0  # computed in replays, padding included
+    padded_tokens: int = 0  # of them, those computed for nobody
 
 
 @dataclass(slots=True)
@@ -93,6 +94,8 @@ class GraphedForward:
         self._budget = budget_bytes
         self._entries: dict[GraphShape, _Entry] = {}
         self._refused: dict[GraphShape, str] = {}
+        self.nbytes = 0
+        """Bytes of device memory that graphs took. Any thread may read it while a shape is captured."""
 
     def holds_for(self, attention: AttentionBackend, kv: KVCache, spec: ModelSpec) -> bool:
         """Whether graphs are still those of the decoder, with its parts, over this pool."""
@@ -100,11 +103,6 @@ class GraphedForward:
         return all(
             a is b for a, b in zip((*mine, self._spec), (attention, kv, self._decoder.ops, spec), strict=True)
         )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory that graphs took."""
-        return sum(entry.captured.nbytes for entry in self._entries.values() if entry.captured is not None)
 
     @property
     def num_graphs(self) -> int:
@@ -147,6 +145,7 @@ class GraphedForward:
         assert entry.finite is not None
         self._decoder.finite = entry.finite[:count]
         self.counts.hits += 1
+        self.counts.tokens += shape.tokens
         self.counts.padded_tokens += shape.tokens - count
         return entry.logits[:count]
 
@@ -166,6 +165,7 @@ class GraphedForward:
             self._refused[shape] = "failed"
             return None
         self._entries[shape] = entry
+        self.nbytes += entry.captured.nbytes
         log.info("captured steps of %s, graphs take %d MiB now", shape, self.nbytes >> 20)
         return entry
 

@@ -13,6 +13,7 @@ from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 from engine.ops import compiled_ops
 from engine.ops.plain import PLAIN
+from ipc.messages import GraphUse
 
 BUDGET_BYTES = 1 << 30  # of device memory for graphs
 
@@ -49,6 +50,21 @@ class Graphs:
     def drop(self) -> None:
         """Forget all graphs, and the memory that they use."""
         self._forward = None
+
+    def use(self) -> GraphUse | None:
+        """What became of steps since this was switched on, None while it is off. Any thread."""
+        if not self.on:
+            return None
+        counts, forward = self.counts, self._forward
+        return GraphUse(
+            replayed_n=counts.hits,
+            replayed_tok=counts.tokens,
+            padded_tok=counts.padded_tokens,
+            missed_n=dict(counts.misses),
+            graphs_n=0 if forward is None else forward.num_graphs,
+            graph_bytes=0 if forward is None else forward.nbytes,
+            budget_bytes=BUDGET_BYTES,
+        )
 
     def step_for(
         self, batch: Batch, attention: AttentionBackend, kv: KVCache, spec: ModelSpec, max_len: int

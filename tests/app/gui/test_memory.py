@@ -16,7 +16,7 @@ from app.model.session import SessionModel
 from app.net.types import LinkState
 from app.panels.optimizations import OptimizationsPanel
 from app.widgets.facts import ShareBar
-from ipc.messages import CfgSet, GpuRow, Heartbeat
+from ipc.messages import CfgSet, GpuRow, GraphUse, Heartbeat
 from tests.app import builders as b
 from tests.app.gui import feed
 from tests.app.gui.conftest import beat
@@ -145,6 +145,34 @@ def test_linear_layers_and_head_are_told_as_they_ran(window: MainWindow, link: F
         ("head", "bf16", "100 %"),
         ("between them", "", "float32"),
     ]
+
+
+def test_steps_from_graphs_are_told_with_what_stood_against_them(window: MainWindow, link: FeedLink) -> None:
+    """Hits, misses by reason and padding, as the engine counts them; nothing while graphs are off."""
+    link.ready()
+    window.show_panel("memory")
+    show(window, link, **INT8)
+    panel = window.memory.graphs
+    assert not panel.isVisible()
+    use = GraphUse(
+        replayed_n=1500, replayed_tok=4000, padded_tok=1000, missed_n={"prefill": 400, "new word": 100},
+        graphs_n=5, graph_bytes=96 * MIB, budget_bytes=1 << 30,
+    )  # fmt: skip
+    show(window, link, **INT8, graphs=use)
+    assert panel.isVisible()
+    facts = panel.facts
+    shown = [(facts.names[k].text(), facts.remarks[k].full_text, plain(facts.value(k))) for k in facts.values]
+    assert [(name, plain(remark), value) for name, remark, value in shown if value] == [
+        ("replayed", "1,500", "75 %"),
+        ("by itself", "prompts to compute", "20 %"),
+        ("by itself", "new word", "5.0 %"),
+        ("padding", "", "25 %"),
+        ("graphs", "96.0 MiB of 1.00 GiB", "5"),
+    ]
+    show(window, link, **INT8, graphs=GraphUse())
+    assert [k for k in facts.values if facts.value(k)] == ["graphs"], "no share of no steps"
+    show(window, link, **INT8)
+    assert not panel.isVisible()
 
 
 @pytest.mark.usefixtures("weights")

@@ -77,6 +77,14 @@ def test_ids_are_those_of_the_reference(fake: FakeDriver, overlap: bool) -> None
     assert found.hits == sum(each != "none" for each in seen)
     assert found.misses["prefill"] == seen.count("none")
     assert found.padded_tokens == seen.count("4x1")  # one row of four was nobody's
+    use = engine.core.state().graphs
+    assert use is not None
+    assert (use.replayed_n, use.missed_n) == (found.hits, {"prefill": seen.count("none")})
+    assert use.padded_tok == found.padded_tokens
+    assert use.replayed_tok == sum(int(each.partition("x")[0]) for each in seen if each != "none")
+    assert (use.graphs_n, use.graph_bytes) == (fake.captures, fake.captures * GRAPH_BYTES)
+    engine.core.runner.graphs.switch(False)
+    assert engine.core.state().graphs is None
 
 
 def test_drafts_are_verified_in_graphs_too(fake: FakeDriver) -> None:

@@ -1,0 +1,74 @@
+"""Which steps were replayed from CUDA graphs, what they computed for nobody, and why others were not."""
+
+from __future__ import annotations
+
+from PySide6.QtWidgets import QWidget
+
+from app.i18n import N_, tr, tr_later
+from app.units import count, data, percent
+from app.widgets.basic import column, label, row
+from app.widgets.facts import Facts, FactSpec
+from ipc.messages import GraphUse
+
+ABOUT = N_(
+    "Since CUDA graphs were switched on. A captured graph launches all kernels of a step at once; steps are "
+    "padded to the shapes that there are graphs of."
+)
+REASONS = {
+    "prefill": N_("prompts to compute"),
+    "large": N_("too many rows or drafted tokens"),
+    "long": N_("context longer than the tables"),
+    "budget": N_("memory for graphs used up"),
+    "failed": N_("could not be captured"),
+    "forward_timing": N_("“Split the forward pass” is on"),
+    "attention": N_("attention other than paged"),
+    "rope_kv": N_("“Fused RoPE and KV write” is off"),
+}
+MISSES = 4  # reasons shown, most frequent first
+
+
+class GraphFacts(QWidget):
+    """Hidden while graphs are switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        by_itself = tr("Steps that were not replayed, by what stood against it.")
+        self.facts = Facts([
+            FactSpec(
+                "replayed", tr("replayed"), tr("Steps replayed from a graph, and their share of all steps.")
+            ),
+            *(FactSpec(f"missed {i}", tr("by itself"), by_itself) for i in range(MISSES)),
+            FactSpec(
+                "padding", tr("padding"),
+                tr("The share of the tokens of replayed steps that nobody had: they only filled a shape up."),
+            ),
+            FactSpec(
+                "graphs", tr("graphs"),
+                tr("Captured graphs, and device memory that they took, of what they may take."),
+            ),
+        ])  # fmt: skip
+        head = label(tr("Steps from CUDA graphs"), "section", tr_later(ABOUT))
+        self.setLayout(column(row(head, None), self.facts, spacing=5))
+        self.hide()
+
+    def show_use(self, use: GraphUse | None) -> None:
+        """Write everything anew; None hides it."""
+        self.setVisible(use is not None)
+        if use is None:
+            return
+        missed = sorted(use.missed_n.items(), key=lambda each: -each[1])
+        steps = use.replayed_n + sum(use.missed_n.values())
+        facts = self.facts
+        facts.show_fact("replayed", _share(use.replayed_n, steps), str(count(use.replayed_n)))
+        for i in range(MISSES):
+            why, times = missed[i] if i < len(missed) else ("", 0)
+            words = tr_later(REASONS[why]) if why in REASONS else why
+            facts.show_fact(f"missed {i}", _share(times, steps) if times else "", words)
+        facts.show_fact("padding", _share(use.padded_tok, use.replayed_tok))
+        size = tr("{size} of {whole}").format(size=data(use.graph_bytes), whole=data(use.budget_bytes))
+        facts.show_fact("graphs", str(count(use.graphs_n)), size)
+
+
+def _share(part: int, whole: int) -> str:
+    """A percentage, or nothing where there is no whole."""
+    return str(percent(part / whole)) if whole else ""
