@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch import Tensor
 
 from engine.batch import Batch
 from engine.kv_cache import KVCache
-from engine.speculation.verify import DraftSampler
+from engine.sampling import Sampled
+from engine.speculation.verify import DraftSampler, Verified
 from engine.step import StepOutput
 
 
@@ -24,9 +27,13 @@ def choose_tokens(
     if padded is not None:
         logits.index_fill_(1, padded, float("-inf"))
     if any(batch.drafts):
-        _verify(sampler, logits, batch, kv, out)
-        return
-    sampled = sampler.sample(logits, batch.sampled_rows)
+        put_verified(sampler.verify(logits, batch.sampled_rows, batch.drafts), batch, kv, out)
+    else:
+        put_sampled(sampler.sample(logits, batch.sampled_rows), batch, kv, out)
+
+
+def put_sampled(sampled: Sampled, batch: Batch, kv: KVCache, out: StepOutput) -> None:
+    """Put one token for each request that gets any into ``out``."""
     for i, token, logprob in zip(batch.sampled, sampled.token_ids, sampled.logprobs, strict=True):
         if token is not None:
             out.token_ids[i], out.logprobs[i] = [token], [logprob]
@@ -54,9 +61,8 @@ def fail_nonfinite(finite: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -
             out.accepted[entry], out.nonfinite[entry] = 0, True
 
 
-def _verify(sampler: DraftSampler, logits: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -> None:
-    """Choose tokens where some requests have drafts."""
-    found = sampler.verify(logits, batch.sampled_rows, batch.drafts)
+def put_verified(found: Sequence[Verified], batch: Batch, kv: KVCache, out: StepOutput) -> None:
+    """Put the tokens into ``out`` where some requests have drafts."""
     for i, verified in zip(batch.sampled, found, strict=True):
         out.token_ids[i], out.logprobs[i] = verified.token_ids, verified.logprobs
         out.accepted[i], out.nonfinite[i] = verified.accepted, verified.nonfinite

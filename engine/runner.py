@@ -21,6 +21,7 @@ from engine.calibration import Calibration
 from engine.choosing import choose_tokens, fail_nonfinite
 from engine.converter import Converter
 from engine.current_device import make_current
+from engine.flight import Flight
 from engine.graphs.forward import GraphStep
 from engine.graphs.switch import Graphs
 from engine.kv_cache import KVCache, kv_bytes_per_block, storage_dtype
@@ -118,7 +119,7 @@ class ModelRunner:
         self._builder: BatchBuilder | None = None
         self._fused: Mapping[str, bool] = {}
         self._compiled = CompiledParts(self.decoder)
-        self.graphs = Graphs(self.decoder, device)
+        self.graphs = Graphs(self.decoder, self.sampler, self._padded, device)
         self._host = HostMemory(device, check=check)
         try:
             self._converter.convert(precision, progress, may_forget=consume)
@@ -368,8 +369,13 @@ class ModelRunner:
             copying, forward, until_sampling = (Timer(self.device) for _ in range(3))
             started = time.perf_counter()
             until_sampling.start()
-            if copies:
-                out.copied_blocks = self._host.run(copies, kv, copying)
+            copied = self._host.run(copies, kv, copying) if copies else 0
+            flight = self.launch(prepared)
+            if flight is not None:
+                out = flight.land()
+                out.copied_blocks, out.copy_s = copied, copying.elapsed_s() if copies else 0.0
+                return out
+            out.copied_blocks = copied
             forward.start()
             logits = self._logits(prepared)
             forward.stop()
@@ -378,9 +384,7 @@ class ModelRunner:
             if self.decoder.finite is not None:
                 fail_nonfinite(self.decoder.finite, batch, kv, out)
             took = time.perf_counter() - started
-        traffic = prepared.traffic
-        out.weight_bytes, out.kv_bytes, out.flops = traffic.weight_bytes, traffic.kv_bytes, traffic.flops
-        out.kernels, out.prepare_s = prepared.kernels, prepared.prepare_s
+        prepared.tell(out)
         out.copy_s = copying.elapsed_s() if copies else 0.0
         out.forward_s = forward.elapsed_s()
         # Not the rest beside both: on a GPU copies to the host go on behind the forward pass.
@@ -389,6 +393,25 @@ class ModelRunner:
             parts = self.decoder.timer.seconds
             out.attention_s, out.linear_s, out.head_s = map(parts, (Part.ATTENTION, Part.LINEAR, Part.HEAD))
         return out
+
+    def launch(self, prepared: Prepared) -> Flight | None:
+        """Begin a filled step whose tokens are chosen in its graph, and wait for nothing.
+
+        None if its tokens are chosen elsewhere, or if its graph could not be captured: then `compute` it.
+        """
+        replay = prepared.replay
+        if replay is None or not replay.chooses:
+            return None
+        make_current(self.device)
+        with torch.inference_mode():
+            forward = Timer(self.device)
+            forward.start()
+            chosen = replay.forward.choose(prepared.batch, replay)
+            forward.stop()
+            if chosen is None:
+                self._go_without(prepared)
+                return None
+        return Flight(prepared, chosen, forward)
 
     def execute(self, plan: Plan, copies: Sequence[Copy] = ()) -> StepOutput:
         """Prepare and compute a step in one go. A plan without requests only makes the copies."""
@@ -417,13 +440,18 @@ class ModelRunner:
         """Float32 logits of the tokens that a filled step wants, replayed or computed."""
         replay = prepared.replay
         if replay is not None:
-            logits = replay.forward(prepared.batch, replay.shape)
+            logits = replay.forward.logits(prepared.batch, replay)
             if logits is not None:
                 return logits
-            prepared.inputs = self._inputs(prepared.batch, prepared.kv)
-            prepared.kernels = self._kernels(self._linear_kernels(len(prepared.batch.ids)))
+            self._go_without(prepared)
         assert prepared.inputs is not None
         return self.forward(prepared, prepared.inputs.wanted)
+
+    def _go_without(self, prepared: Prepared) -> None:
+        """Let a step that was to be replayed run by itself."""
+        prepared.replay = None
+        prepared.inputs = self._inputs(prepared.batch, prepared.kv)
+        prepared.kernels = self._kernels(self._linear_kernels(len(prepared.batch.ids)))
 
     def _inputs(self, batch: Batch, kv: KVCache) -> Inputs:
         """What a step runs with that is not replayed."""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.base import Ints
 from engine.draw import U64s, draw_all, draw_top_k, max_of_rows
 from engine.penalties import Occurrences, Penalties, SampledRequest, has_penalty, penalize
 from ipc.messages import Sampling, TokenLogprob, TopLogprob
@@ -49,10 +50,10 @@ def is_greedy(sampling: Sampling) -> bool:
 def is_plain(request: SampledRequest) -> bool:
     """Whether a row needs the largest logit and nothing else."""
     s = request.sampling
-    return is_greedy(s) and s.logprobs is None and not has_penalty(s) and not _is_short(request)
+    return is_greedy(s) and s.logprobs is None and not has_penalty(s) and not is_short(request)
 
 
-def _is_short(request: SampledRequest) -> bool:
+def is_short(request: SampledRequest) -> bool:
     """Whether it has not reached its ``min_tokens``, so that it must not end yet."""
     return request.num_tokens - request.num_prompt < request.sampling.min_tokens
 
@@ -66,8 +67,27 @@ class FusedSampling(Protocol):
         """Ids int64 [rows] from float32 scores [rows, vocab_size], -1 where the largest is not finite."""
         ...
 
+    def pack(self, settings: Sequence[Sampling], seeds: U64s, positions: U64s, rows: int) -> Ints:
+        """What `choose_packed` reads of ``rows`` rows, greedy beyond the settings: [words, rows]."""
+        ...
+
+    def choose_packed(self, scores: Tensor, packed: Tensor, ids: Tensor) -> None:
+        """`choose` into ids, with what was packed on the device. Launches only what depends on shapes."""
+        ...
+
     def penalize(self, scores: Tensor, found: Occurrences) -> None:
         """Change scores in place as `engine.penalties.penalize` does."""
+        ...
+
+    def penalize_packed(
+        self, scores: Tensor, cu: Tensor, tokens: Tensor, counts: Tensor, each: Tensor, *, max_tokens: int
+    ) -> None:
+        """`penalize` with what is on the device already. Launches only what depends on shapes.
+
+        Row r has the tokens [cu[r], cu[r + 1]) (cu: int32 [rows + 1]), at most ``max_tokens``, of which
+        ``counts`` says how often each is in the output, both int32. each: float32 [3, rows], repetition,
+        presence and frequency.
+        """
         ...
 
     def probabilities(self, scores: Tensor, settings: Sequence[Sampling]) -> Tensor:
@@ -128,7 +148,7 @@ class Sampler:
             ids.index_copy_(0, at, self._choose(logits, best, at, [requests[i] for i in some]))
         top = top_logprobs(logits, ids, requests) if special else None
         # Finite or not, and the ids, in one transfer: -1 marks a row whose logits were not finite.
-        return _sampled(torch.where(best.isfinite(), ids, -1).tolist(), top)
+        return as_sampled(torch.where(best.isfinite(), ids, -1).tolist(), top)
 
     def _sample_fused(
         self, fused: FusedSampling, logits: Tensor, requests: Sequence[SampledRequest]
@@ -141,7 +161,7 @@ class Sampler:
             return fused.choose(scores, [row.sampling for row in rows], seeds, positions)
 
         ids = choose(logits, requests)
-        changed = [i for i, row in enumerate(requests) if has_penalty(row.sampling) or _is_short(row)]
+        changed = [i for i, row in enumerate(requests) if has_penalty(row.sampling) or is_short(row)]
         for first in range(0, len(changed), SCRATCH_ROWS):
             some = changed[first : first + SCRATCH_ROWS]
             rows, at = [requests[i] for i in some], torch.tensor(some, device=self.device)
@@ -149,12 +169,12 @@ class Sampler:
             self._adjust(scores, rows)
             ids[at] = torch.where(ids[at] < 0, -1, choose(scores, rows))
         top = top_logprobs(logits, ids.clamp(min=0), requests)
-        return _sampled(ids.tolist(), top)
+        return as_sampled(ids.tolist(), top)
 
     def _adjust(self, scores: Tensor, requests: Sequence[SampledRequest]) -> bool:
         """Hide ends and penalize in rows of scores. Whether there was anything to do."""
         changed = self._hide_ends(scores, requests)
-        found = self._penalties.of(requests)
+        found = self.occurrences(requests)
         if found is not None:
             (penalize if self.fused is None else self.fused.penalize)(scores, found)
         return changed or found is not None
@@ -176,16 +196,25 @@ class Sampler:
             ids[:drawn] = self._draw(scores[:drawn], highest[:drawn], requests[:drawn])
         return ids
 
-    def _hide_ends(self, scores: Tensor, requests: Sequence[SampledRequest]) -> bool:
-        """Hide the tokens that would end a request which has not reached its ``min_tokens``."""
+    def occurrences(self, requests: Sequence[SampledRequest]) -> Occurrences | None:
+        """What is penalized in rows of scores, row i for requests[i]; None if nothing is."""
+        return self._penalties.of(requests)
+
+    def hidden_ends(self, requests: Sequence[SampledRequest]) -> tuple[list[int], list[int]]:
+        """The tokens that would end a request which has not reached its ``min_tokens``: rows, and tokens."""
         rows: list[int] = []
         tokens: list[int] = []
         for i, request in enumerate(requests):
-            s = request.sampling
-            if _is_short(request):
-                ends = [t for t in self.eos_token_ids.union(s.stop_token_ids) if t < self.vocab_size]
-                rows += [i] * len(ends)
-                tokens += ends
+            if is_short(request):
+                ends = self.eos_token_ids.union(request.sampling.stop_token_ids)
+                found = [token for token in ends if token < self.vocab_size]
+                rows += [i] * len(found)
+                tokens += found
+        return rows, tokens
+
+    def _hide_ends(self, scores: Tensor, requests: Sequence[SampledRequest]) -> bool:
+        """Hide the tokens that would end a request which has not reached its ``min_tokens``."""
+        rows, tokens = self.hidden_ends(requests)
         if rows:
             scores[torch.tensor(rows, device=self.device), torch.tensor(tokens, device=self.device)] = (
                 _NEG_INF
@@ -216,7 +245,7 @@ class Sampler:
         return ids
 
 
-def _sampled(host: list[int], top: _Top | None) -> Sampled:
+def as_sampled(host: list[int], top: _Top | None = None) -> Sampled:
     """What is told of ids on the host, -1 for a row whose logits were not finite."""
     bad = [token < 0 for token in host]
     logprobs: list[TokenLogprob | None] = [None] * len(host)

@@ -23,7 +23,8 @@ class StepOutput:
     Otherwise it holds the ``accepted[i]`` tokens of its draft that hold, and one of the model's own;
     ``logprobs[i]`` are as many.
     The times are seconds: building and staging indices, copying ``copied_blocks`` blocks from and to host
-    memory, the model's forward pass, and choosing tokens, the wait for the device included. Parts of the
+    memory, the model's forward pass, and choosing tokens, the wait for the device included. Where tokens are
+    chosen in the graph that the step was replayed from, that belongs to its forward pass. Parts of the
     forward pass (see `engine.timing.Part`) are None unless they were asked for. Bytes and operations are
     modelled (`engine.traffic`); ``kernels`` names the implementations that this step ran.
     """
@@ -80,3 +81,9 @@ class Prepared:
     def fill(self) -> None:
         """Put pending tokens in their place. ValueError if one has not come, because its request ended."""
         self.batch.fill()
+
+    def tell(self, out: StepOutput) -> None:
+        """Put what is known of the step beforehand into its output."""
+        traffic = self.traffic
+        out.weight_bytes, out.kv_bytes, out.flops = traffic.weight_bytes, traffic.kv_bytes, traffic.flops
+        out.kernels, out.prepare_s = self.kernels, self.prepare_s

@@ -391,6 +391,7 @@ class GraphUse(_Struct, frozen=True, kw_only=True):
     replayed_tok: UInt = 0  # tokens that they computed, padding included
     padded_tok: UInt = 0  # of them, those that nobody had: they filled a shape up
     missed_n: Counts = {}  # steps by reason
+    logits_n: Counts = {}  # replayed ones whose tokens were chosen outside the graph, by reason
     graphs_n: UInt = 0  # that are held now
     graph_bytes: UInt = 0  # of device memory that they took
     budget_bytes: UInt = 0  # past which none is captured

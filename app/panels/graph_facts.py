@@ -24,7 +24,14 @@ REASONS = {
     "attention": N_("attention other than paged"),
     "rope_kv": N_("“Fused RoPE and KV write” is off"),
 }
-MISSES = 4  # reasons shown, most frequent first
+OUTSIDE = {
+    "fused_sampling": N_("“Fused sampling” is off"),
+    "logprobs": N_("log-probabilities asked for"),
+    "proposals": N_("drafts judged by their probabilities"),
+    "penalties": N_("penalties on long texts"),
+    "min_tokens": N_("too many ends to hide"),
+}
+MISSES, OUTSIDES = 4, 2  # reasons shown, most frequent first
 
 
 class GraphFacts(QWidget):
@@ -33,11 +40,13 @@ class GraphFacts(QWidget):
     def __init__(self) -> None:
         super().__init__()
         by_itself = tr("Steps that were not replayed, by what stood against it.")
+        outside = tr("Replayed steps whose tokens were not chosen inside the graph, by the reason.")
         self.facts = Facts([
             FactSpec(
                 "replayed", tr("replayed"), tr("Steps replayed from a graph, and their share of all steps.")
             ),
             *(FactSpec(f"missed {i}", tr("by itself"), by_itself) for i in range(MISSES)),
+            *(FactSpec(f"outside {i}", tr("chosen outside"), outside) for i in range(OUTSIDES)),
             FactSpec(
                 "padding", tr("padding"),
                 tr("The share of the tokens of replayed steps that nobody had: they only filled a shape up."),
@@ -56,17 +65,23 @@ class GraphFacts(QWidget):
         self.setVisible(use is not None)
         if use is None:
             return
-        missed = sorted(use.missed_n.items(), key=lambda each: -each[1])
         steps = use.replayed_n + sum(use.missed_n.values())
         facts = self.facts
         facts.show_fact("replayed", _share(use.replayed_n, steps), str(count(use.replayed_n)))
-        for i in range(MISSES):
-            why, times = missed[i] if i < len(missed) else ("", 0)
-            words = tr_later(REASONS[why]) if why in REASONS else why
-            facts.show_fact(f"missed {i}", _share(times, steps) if times else "", words)
+        self._show_reasons("missed", MISSES, use.missed_n, REASONS, steps)
+        self._show_reasons("outside", OUTSIDES, use.logits_n, OUTSIDE, use.replayed_n)
         facts.show_fact("padding", _share(use.padded_tok, use.replayed_tok))
         size = tr("{size} of {whole}").format(size=data(use.graph_bytes), whole=data(use.budget_bytes))
         facts.show_fact("graphs", str(count(use.graphs_n)), size)
+
+    def _show_reasons(
+        self, group: str, lines: int, found: dict[str, int], names: dict[str, str], steps: int
+    ) -> None:
+        most = sorted(found.items(), key=lambda each: -each[1])
+        for i in range(lines):
+            why, times = most[i] if i < len(most) else ("", 0)
+            words = tr_later(names[why]) if why in names else why
+            self.facts.show_fact(f"{group} {i}", _share(times, steps) if times else "", words)
 
 
 def _share(part: int, whole: int) -> str:

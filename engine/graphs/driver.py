@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 
 class Captured(Protocol):
@@ -21,8 +22,28 @@ class Captured(Protocol):
         ...
 
 
+class Arrival(Protocol):
+    """A copy to the host that is under way."""
+
+    def wait(self) -> None:
+        """Until it is there, and all that was launched before it is done. Any thread."""
+        ...
+
+
 class Driver(Protocol):
-    """Captures graphs that share one pool of memory."""
+    """Captures graphs that share one pool of memory, and moves what goes into a replay and comes out."""
+
+    def host(self, words: int) -> Tensor:
+        """Zeros on the host, int64, from where and to where copies go by themselves."""
+        ...
+
+    def send(self, host: Tensor, device: Tensor) -> None:
+        """Copy to the device, on the current stream. What is on the host must stay until that is done."""
+        ...
+
+    def fetch(self, device: Tensor, host: Tensor) -> Arrival:
+        """Copy to the host, on the current stream."""
+        ...
 
     def capture(self, body: Callable[[], None]) -> Captured:
         """Run ``body``, so that everything it launches is loaded, and then capture what it launches.
@@ -48,6 +69,18 @@ class _CudaDriver:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
         self._pool = torch.cuda.graph_pool_handle()
 
+    def host(self, words: int) -> Tensor:
+        return torch.zeros(words, dtype=torch.int64, pin_memory=True)
+
+    def send(self, host: Tensor, device: Tensor) -> None:
+        device.copy_(host, non_blocking=True)
+
+    def fetch(self, device: Tensor, host: Tensor) -> Arrival:
+        host.copy_(device, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+        event.record(torch.cuda.current_stream(self._device))
+        return _Arrival(event)
+
     def capture(self, body: Callable[[], None]) -> Captured:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -61,6 +94,14 @@ class _CudaDriver:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             body()
         return _CudaGraph(graph, torch.cuda.memory_reserved(self._device) - before)
+
+
+class _Arrival:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
 
 
 class _CudaGraph:

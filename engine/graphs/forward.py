@@ -1,11 +1,11 @@
-"""The forward pass of decoding and verifying steps, replayed."""
+"""Decoding and verifying steps, replayed: the forward pass and, where kernels do it, choosing tokens."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionPlan, Ints, Rows
 from engine.batch import Batch
-from engine.graphs.driver import Captured, Driver
+from engine.graphs.choosing import GraphChooser
+from engine.graphs.driver import Arrival, Captured, Driver
 from engine.graphs.shapes import GraphShape, shape_of
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
+from engine.sampling import FusedSampling
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,10 @@ class GraphCounts:
     misses: Counter[str] = field(default_factory=Counter)  # by reason
     tokens: int = 0  # computed in replays, padding included
     padded_tokens: int = 0  # of them, those computed for nobody
+    logits: Counter[str] = field(default_factory=Counter)  # hits that ended with the logits, by reason
+
+
+BUFFERS = 2  # on the host: the next step may be launched before this one's results are read
 
 
 @dataclass(slots=True)
@@ -49,19 +55,40 @@ class _Entry:
     """A captured shape: static memory for what goes in, and what comes out of a replay."""
 
     shape: GraphShape
-    host: Tensor  # int64 words, page-locked: ids, positions, slots, then what attention packs
+    hosts: list[Tensor]  # int64 words: ids, positions, slots, then what choosing and attention pack
     device: Tensor  # the same on the device
+    chosen: Tensor  # int64 [2, tokens]: ids, and whether each token was finite
+    results: list[Tensor]  # the same on the host
+    split: int  # where in the words that begins which belongs to attention
+    turn: int = 0
     logits: Tensor | None = None
     finite: Tensor | None = None
     captured: Captured | None = None
     plan: AttentionPlan | None = None  # holds memory that the graph works in
 
     @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """ids, positions and slots [tokens], and what belongs to attention, on the device."""
-        n = self.shape.tokens
-        held = self.device
-        return held[:n], held[n : 2 * n], held[2 * n : 3 * n], held[3 * n :]
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """ids, positions and slots [tokens], what choosing tokens needs, and attention, on the device."""
+        n, held = self.shape.tokens, self.device
+        return held[:n], held[n : 2 * n], held[2 * n : 3 * n], held[3 * n : self.split], held[self.split :]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The tokens of a replayed step, on their way to the host."""
+
+    arrival: Arrival
+    result: Tensor
+    count: int
+
+    def read(self) -> tuple[list[int], Tensor]:
+        """Ids, -1 where logits were not finite, and whether each token was, bool [tokens], on the host.
+
+        Waits for them. They have to be read before the step after next is launched.
+        """
+        self.arrival.wait()
+        ids, finite = self.result.view(2, -1)[:, : self.count]
+        return ids.tolist(), finite.bool()
 
 
 class GraphedForward:
@@ -78,11 +105,15 @@ class GraphedForward:
         spec: ModelSpec,
         driver: Driver,
         counts: GraphCounts,
+        chooser: GraphChooser | None,
         *,
         max_blocks: int,
         budget_bytes: int,
     ) -> None:
-        """max_blocks: of a request. No shape is captured once ``budget_bytes`` of device memory are taken."""
+        """chooser: what chooses tokens, None where that is not done by kernels. max_blocks: of a request.
+
+        No shape is captured once ``budget_bytes`` of device memory are taken.
+        """
         self.counts = counts
         self._decoder = decoder
         self._ops = decoder.ops
@@ -90,6 +121,7 @@ class GraphedForward:
         self._kv = kv
         self._spec = spec
         self._driver = driver
+        self._chooser = chooser
         self._max_blocks = max_blocks
         self._budget = budget_bytes
         self._entries: dict[GraphShape, _Entry] = {}
@@ -97,11 +129,14 @@ class GraphedForward:
         self.nbytes = 0
         """Bytes of device memory that graphs took. Any thread may read it while a shape is captured."""
 
-    def holds_for(self, attention: AttentionBackend, kv: KVCache, spec: ModelSpec) -> bool:
+    def holds_for(
+        self, attention: AttentionBackend, kv: KVCache, spec: ModelSpec, fused: FusedSampling | None
+    ) -> bool:
         """Whether graphs are still those of the decoder, with its parts, over this pool."""
-        mine = self._attention, self._kv, self._ops
-        return all(
-            a is b for a, b in zip((*mine, self._spec), (attention, kv, self._decoder.ops, spec), strict=True)
+        mine = self._attention, self._kv, self._ops, self._spec
+        chooses = None if self._chooser is None else self._chooser.fused
+        return fused is chooses and all(
+            a is b for a, b in zip(mine, (attention, kv, self._decoder.ops, spec), strict=True)
         )
 
     @property
@@ -109,52 +144,74 @@ class GraphedForward:
         """Captured shapes."""
         return len(self._entries)
 
-    def shape_of(self, batch: Batch) -> GraphShape | None:
-        """The shape that a step is to be replayed in; None, and counted, if it has to run by itself.
+    def step_for(self, batch: Batch) -> GraphStep | None:
+        """How a step is to be replayed; None, and counted, if it has to run by itself.
 
         Launches nothing: it may be asked while another step is computed.
         """
         shape = shape_of(batch, self._max_blocks)
         if isinstance(shape, str):
-            why = shape
-        elif shape in self._entries:
-            return shape
-        else:
-            why = self._refused.get(shape) or ("budget" if self.nbytes >= self._budget else "")
-        if why:
+            self.counts.misses[shape] += 1
+            return None
+        outside = "fused_sampling"
+        if self._chooser is not None:
+            kind, outside = self._chooser.kind_of(batch, shape.tokens)
+            shape = replace(shape, kind=kind)
+        why = self._refused.get(shape)
+        if why is None and shape not in self._entries and self.nbytes >= self._budget:
+            why = "budget"
+        if why is not None:
             self.counts.misses[why] += 1
             return None
-        assert isinstance(shape, GraphShape)
-        return shape
+        return GraphStep(self, shape, outside)
 
-    def __call__(self, batch: Batch, shape: GraphShape) -> Tensor | None:
+    def logits(self, batch: Batch, step: GraphStep) -> Tensor | None:
         """Float32 logits of all tokens of a filled step, [tokens, vocab_size], valid until the next replay.
 
         None, and counted, if the shape could not be captured; the reason is in the log, once.
         """
+        entry = self._replay(batch, step.shape)
+        if entry is None:
+            return None
+        self.counts.logits[step.outside] += 1
+        assert entry.logits is not None
+        assert entry.finite is not None
+        self._decoder.finite = entry.finite[: len(batch.ids)]
+        return entry.logits[: len(batch.ids)]
+
+    def choose(self, batch: Batch, step: GraphStep) -> Chosen | None:
+        """Compute a filled step and choose its tokens; the host waits for nothing. None as in `logits`."""
+        entry = self._replay(batch, step.shape)
+        if entry is None:
+            return None
+        result = entry.results[entry.turn]
+        return Chosen(self._driver.fetch(entry.chosen.view(-1), result), result, len(batch.ids))
+
+    def _replay(self, batch: Batch, shape: GraphShape) -> _Entry | None:
         entry = self._entries.get(shape) or self._capture(shape)
         if entry is None:
             self.counts.misses[self._refused[shape]] += 1
             return None
         assert entry.captured is not None
-        count = len(batch.ids)
+        entry.turn = (entry.turn + 1) % BUFFERS
         self._fill(entry, batch)
-        entry.device.copy_(entry.host, non_blocking=True)
+        self._driver.send(entry.hosts[entry.turn], entry.device)
         entry.captured.replay()
-        assert entry.logits is not None
-        assert entry.finite is not None
-        self._decoder.finite = entry.finite[:count]
         self.counts.hits += 1
         self.counts.tokens += shape.tokens
-        self.counts.padded_tokens += shape.tokens - count
-        return entry.logits[:count]
+        self.counts.padded_tokens += shape.tokens - len(batch.ids)
+        return entry
 
     def _capture(self, shape: GraphShape) -> _Entry | None:
         rows = _empty_rows(shape, self._max_blocks, self._kv.block_size)
         packed = self._attention.pack(rows, shape.rows, self._max_blocks)
-        on_gpu = self._kv.device.type == "cuda"
-        host = torch.zeros(3 * shape.tokens + len(packed), dtype=torch.int64, pin_memory=on_gpu)
-        entry = _Entry(shape, host, torch.zeros_like(host, device=self._kv.device))
+        split = 3 * shape.tokens + (0 if self._chooser is None else self._chooser.num_words(shape))
+        hosts, results = (
+            [self._driver.host(words) for _ in range(BUFFERS)]
+            for words in (split + len(packed), 2 * shape.tokens)
+        )
+        device, chosen = (torch.zeros_like(each[0], device=self._kv.device) for each in (hosts, results))
+        entry = _Entry(shape, hosts, device, chosen.view(2, -1), results, split)
         entry.parts[2].fill_(NO_SLOT)  # nobody is there while it is captured
         try:
             entry.captured = self._driver.capture(self._body(entry, rows))
@@ -170,32 +227,49 @@ class GraphedForward:
         return entry
 
     def _body(self, entry: _Entry, rows: Rows) -> Callable[[], None]:
-        """The forward pass of a shape over its static memory."""
-        ids, positions, slots, packed = entry.parts
+        """The forward pass of a shape over its static memory, and the choice of tokens."""
+        ids, positions, slots, choice, packed = entry.parts
+        chooser, shape, chosen = self._chooser, entry.shape, entry.chosen
 
         def body() -> None:
             entry.plan = self._attention.plan(rows, self._kv, self._spec, lambda ints: packed)
-            entry.logits = self._decoder.forward(ids, positions, slots, entry.plan, self._kv, None)
-            entry.finite = self._decoder.finite
+            logits = self._decoder.forward(ids, positions, slots, entry.plan, self._kv, None)
+            finite = self._decoder.finite
+            assert finite is not None
+            if shape.kind == "logits":
+                entry.logits, entry.finite = logits, finite
+                return
+            assert chooser is not None  # else there are no such shapes
+            chooser.choose(logits, choice, shape, chosen[0])
+            chosen[1].copy_(finite)
 
         return body
 
     def _fill(self, entry: _Entry, batch: Batch) -> None:
         """Write a step to the host's side of the static memory, padded to its shape."""
         count, n = len(batch.ids), entry.shape.tokens
-        words = entry.host.numpy()
+        words = entry.hosts[entry.turn].numpy()
         for i, (part, padding) in enumerate(((batch.ids, 0), (batch.positions, 0), (batch.slots, NO_SLOT))):
             words[i * n : i * n + count] = part
             words[i * n + count : (i + 1) * n] = padding
-        words[3 * n :] = self._attention.pack(batch.rows, entry.shape.rows, self._max_blocks)
+        if entry.split > 3 * n:
+            assert self._chooser is not None
+            self._chooser.fill(words[3 * n : entry.split], entry.shape, batch)
+        words[entry.split :] = self._attention.pack(batch.rows, entry.shape.rows, self._max_blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class GraphStep:
-    """How a prepared step is to be replayed."""
+    """How a prepared step is to be replayed; ``outside``: why its tokens are chosen elsewhere, or ""."""
 
     forward: GraphedForward
     shape: GraphShape
+    outside: str
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the graph ends with tokens."""
+        return self.shape.kind != "logits"
 
 
 def _empty_rows(shape: GraphShape, width: int, block_size: int) -> Rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.attention.base import MAX_SHORT
 from engine.batch import Batch
@@ -12,12 +13,18 @@ ROWS = (1, 2, 4, *range(8, 257, 8))
 QUERIES = (1, 2, 3, 5, 9, MAX_SHORT)
 
 
+Kind = Literal["logits", "tokens", "adjusted"]
+"""What a graph ends with: logits, tokens chosen from them, or tokens chosen from logits with penalties."""
+_NAMES: dict[Kind, str] = {"logits": "", "tokens": "+sample", "adjusted": "+penalties+sample"}
+
+
 @dataclass(frozen=True, slots=True)
 class GraphShape:
     """Up to ``rows`` requests of up to ``queries`` new tokens each."""
 
     rows: int
     queries: int
+    kind: Kind = "logits"
 
     @property
     def tokens(self) -> int:
@@ -25,11 +32,11 @@ class GraphShape:
         return self.rows * self.queries
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.queries}"
+        return f"{self.rows}x{self.queries}{_NAMES[self.kind]}"
 
 
 def shape_of(batch: Batch, max_blocks: int) -> GraphShape | str:
-    """The smallest shape that a step fits, or in a word why it fits none.
+    """The smallest shape that a step fits, for its logits, or in a word why it fits none.
 
     max_blocks: of a request, that the tables in static memory have room for.
     """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch
+from engine.graphs.choosing import GraphChooser
 from engine.graphs.driver import Driver, make_driver, probe
 from engine.graphs.forward import Capturable, GraphCounts, GraphedForward, GraphStep
 from engine.kv_cache import KVCache
@@ -13,6 +15,7 @@ from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 from engine.ops import compiled_ops
 from engine.ops.plain import PLAIN
+from engine.speculation.verify import DraftSampler
 from ipc.messages import GraphUse
 
 BUDGET_BYTES = 1 << 30  # of device memory for graphs
@@ -21,9 +24,14 @@ BUDGET_BYTES = 1 << 30  # of device memory for graphs
 class Graphs:
     """Off at first. Only `step_for` may be called while a step is computed."""
 
-    def __init__(self, decoder: Decoder, device: torch.device) -> None:
+    def __init__(
+        self, decoder: Decoder, sampler: DraftSampler, padded: Tensor | None, device: torch.device
+    ) -> None:
+        """padded: ids that no token belongs to, on the device, which are never chosen."""
         self.counts = GraphCounts()
         self._decoder = decoder
+        self._sampler = sampler
+        self._padded = padded
         self._device = device
         self._driver: Driver | None = None  # there while it is on
         self._forward: GraphedForward | None = None
@@ -61,6 +69,7 @@ class Graphs:
             replayed_tok=counts.tokens,
             padded_tok=counts.padded_tokens,
             missed_n=dict(counts.misses),
+            logits_n=dict(counts.logits),
             graphs_n=0 if forward is None else forward.num_graphs,
             graph_bytes=0 if forward is None else forward.nbytes,
             budget_bytes=BUDGET_BYTES,
@@ -80,13 +89,14 @@ class Graphs:
             self.counts.misses[why] += 1
             return None
         forward = self._forward
-        if forward is None or not forward.holds_for(attention, kv, spec):
+        fused = self._sampler.fused
+        if forward is None or not forward.holds_for(attention, kv, spec, fused):
+            chooser = None if fused is None else GraphChooser(self._sampler, fused, self._padded)
             forward = self._forward = GraphedForward(
-                self._decoder, attention, kv, spec, self._driver, self.counts,
+                self._decoder, attention, kv, spec, self._driver, self.counts, chooser,
                 max_blocks=-(-max_len // kv.block_size), budget_bytes=BUDGET_BYTES,
             )  # fmt: skip
-        shape = forward.shape_of(batch)
-        return None if shape is None else GraphStep(forward, shape)
+        return forward.step_for(batch)
 
     def _why_not(self, attention: AttentionBackend) -> str:
         """Which part of the decoder cannot be captured as it is, "" if all can."""

@@ -48,9 +48,9 @@ def penalize(
 ) -> Launch:
     """Change float32 scores [rows, vocabulary] in place.
 
-    Row r has the distinct tokens [cu[r], cu[r + 1]) of ``tokens`` (int64), at most ``max_tokens``; ``counts``
-    (int32) says how often each occurred in the output. cu_tokens: int32 [rows + 1]. repetition, presence,
-    frequency: float32 [rows]; 1, 0 and 0 change nothing.
+    Row r has the distinct tokens [cu[r], cu[r + 1]) of ``tokens`` (int32 or int64), at most ``max_tokens``;
+    ``counts`` (int32) says how often each occurred in the output. cu_tokens: int32 [rows + 1]. repetition,
+    presence, frequency: float32 [rows]; 1, 0 and 0 change nothing.
     """
     return Launch(
         _penalize,

@@ -69,16 +69,13 @@ class DraftSampler(Sampler):
         total = sum(map(len, places))
         if total != logits.shape[0]:
             raise ValueError(f"{logits.shape[0]} rows of logits for {total} places of requests and drafts")
-        drawn = [
-            draft.probs is not None and len(draft) > 0 and not is_greedy(request.sampling)
-            for request, draft in zip(requests, drafts, strict=True)
-        ]
+        drawn = [is_drawn(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         if not any(drawn):
             return self._match(logits, places, drafts)
         out: dict[int, Verified] = {}
         first = np.cumsum([0, *map(len, places)]).tolist()
         for method, kind in ((self._match, False), (self._reject, True)):
-            some = [i for i, is_drawn in enumerate(drawn) if is_drawn == kind]
+            some = [i for i, known in enumerate(drawn) if known == kind]
             if some:
                 at = [row for i in some for row in range(first[i], first[i + 1])]
                 part = logits if len(at) == total else logits[torch.tensor(at, device=self.device)]
@@ -90,18 +87,7 @@ class DraftSampler(Sampler):
         self, logits: Tensor, places: Sequence[list[DraftRow]], drafts: Sequence[Draft]
     ) -> list[Verified]:
         """Let the target choose at each place, and keep a draft as far as it says the same."""
-        sampled = self.sample(logits, [row for rows in places for row in rows])
-        out: list[Verified] = []
-        first = 0
-        for draft in drafts:
-            accepted = 0
-            while accepted < len(draft) and (
-                sampled.token_ids[first + accepted] == draft.token_ids[accepted]
-            ):
-                accepted += 1
-            out.append(_verified(sampled, first, accepted, len(draft)))
-            first += len(draft) + 1
-        return out
+        return match_drafts(self.sample(logits, [row for rows in places for row in rows]), drafts)
 
     def _reject(
         self, logits: Tensor, places: Sequence[list[DraftRow]], drafts: Sequence[Draft]
@@ -157,6 +143,24 @@ class DraftSampler(Sampler):
         seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         positions = np.array([row.num_tokens for row in rows], dtype=np.uint64)
         return torch.from_numpy(uniform(seeds, positions, purpose)).to(self.device)
+
+
+def is_drawn(request: SampledRequest, draft: Draft) -> bool:
+    """Whether a draft is held against the probabilities that it was drawn from."""
+    return draft.probs is not None and len(draft) > 0 and not is_greedy(request.sampling)
+
+
+def match_drafts(sampled: Sampled, drafts: Sequence[Draft]) -> list[Verified]:
+    """Keep drafts as far as they say what was chosen at each of their places, one after the other."""
+    out: list[Verified] = []
+    first = 0
+    for draft in drafts:
+        accepted = 0
+        while accepted < len(draft) and sampled.token_ids[first + accepted] == draft.token_ids[accepted]:
+            accepted += 1
+        out.append(_verified(sampled, first, accepted, len(draft)))
+        first += len(draft) + 1
+    return out
 
 
 def _verified(sampled: Sampled, first: int, accepted: int, drafted: int) -> Verified:

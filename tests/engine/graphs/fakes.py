@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention import AttentionPlan, Rows
 from engine.attention.base import Ints, Needs, ToDevice
 from engine.attention.naive import NaiveAttention
+from engine.graphs.driver import Arrival
 from engine.kv_cache import KVCache
 from engine.layers.rope import RotaryTable, rotate_
 from engine.models.spec import ModelSpec
@@ -25,46 +29,95 @@ class Graph:
     """Replays by running the body again, over the same static memory."""
 
     body: Callable[[], None]
+    driver: FakeDriver
     nbytes: int = GRAPH_BYTES
 
     def replay(self) -> None:
-        self.body()
+        self.driver.launch(self.body)
+
+
+@dataclass
+class _Arrival:
+    driver: FakeDriver
+    there: threading.Event
+
+    def wait(self) -> None:
+        self.driver.drain(self.there)
+        assert self.there.is_set(), "what was waited for was never launched"
 
 
 class FakeDriver:
-    """At the driver's edge: runs a body twice where a GPU would run and then capture it."""
+    """At the driver's edge: runs a body twice where a GPU would run and then capture it.
 
-    def __init__(self, *, fails: bool = False) -> None:
+    A lazy one only queues what is launched, and does it when somebody waits for it: so whoever changes
+    something too early, or reads it too early, is found out.
+    """
+
+    def __init__(self, *, fails: bool = False, lazy: bool = False) -> None:
         self.captures = 0
         self.fails = fails
+        self.lazy = lazy
+        self._queue: deque[Callable[[], object]] = deque()
+        self._lock = threading.RLock()
+
+    def host(self, words: int) -> Tensor:
+        return torch.zeros(words, dtype=torch.int64)
+
+    def send(self, host: Tensor, device: Tensor) -> None:
+        self.launch(lambda: device.copy_(host))
+
+    def fetch(self, device: Tensor, host: Tensor) -> Arrival:
+        there = threading.Event()
+        self.launch(lambda: host.copy_(device))
+        self.launch(there.set)
+        return _Arrival(self, there)
+
+    def launch(self, act: Callable[[], object]) -> None:
+        """Do something after all that was launched before."""
+        self._queue.append(act)
+        if not self.lazy:
+            self.drain()
+
+    @property
+    def pending(self) -> int:
+        """How much of what was launched is not done yet."""
+        return len(self._queue)
+
+    def drain(self, there: threading.Event | None = None) -> None:
+        """Do what was launched, as far as ``there``."""
+        with self._lock, torch.inference_mode():
+            while self._queue and not (there is not None and there.is_set()):
+                self._queue.popleft()()
 
     def capture(self, body: Callable[[], None]) -> Graph:
+        self.drain()
         body()
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         body()
         self.captures += 1
-        return Graph(body)
+        return Graph(body, self)
 
 
 class StaticAttention(NaiveAttention):
-    """Naive attention over the rows that were packed last, as a kernel reads what lies on the device."""
+    """Naive attention over the rows whose number lies on the device, as a kernel reads them there."""
 
     name = "paged"
 
     def __init__(self) -> None:
-        self.rows: Rows | None = None
+        self.packed: list[Rows] = []
 
     def pack(self, rows: Rows, count: int, width: int) -> Ints:
         assert rows.tables.shape[0] <= count
         assert rows.tables.shape[1] <= width
-        self.rows = rows
-        return rows.starts[:1]
+        self.packed.append(rows)
+        return np.array([len(self.packed) - 1])
 
     def plan(self, rows: Rows, kv: KVCache, spec: ModelSpec, to_device: ToDevice) -> AttentionPlan:
-        if to_device(rows.starts[:1]).data_ptr() == rows.starts.ctypes.data:
+        number = to_device(rows.starts[:1])
+        if number.data_ptr() == rows.starts.ctypes.data:  # nothing is captured
             return super().plan(rows, kv, spec, to_device)
-        return _StaticPlan(self, kv, spec, Needs(new=False))
+        return _StaticPlan(self, kv, spec, number, Needs(new=False))
 
 
 @dataclass
@@ -74,11 +127,12 @@ class _StaticPlan:
     attention: StaticAttention
     kv: KVCache
     spec: ModelSpec
+    number: Tensor
     needs: Needs
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        assert self.attention.rows is not None
-        plan = NaiveAttention().plan(self.attention.rows, self.kv, self.spec, torch.from_numpy)
+        rows = self.attention.packed[int(self.number[0])]
+        plan = NaiveAttention().plan(rows, self.kv, self.spec, torch.from_numpy)
         return plan.attend(layer, q, k, v)
 
 

@@ -1,0 +1,44 @@
+"""A step whose tokens are chosen in the graph that it is replayed from: launched first, read later."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.choosing import fail_nonfinite, put_sampled, put_verified
+from engine.current_device import make_current
+from engine.graphs.forward import Chosen
+from engine.sampling import as_sampled
+from engine.speculation.verify import match_drafts
+from engine.step import Prepared, StepOutput
+from engine.timing import Timer
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """Launched: the device works on it, and the host waits for nothing until `land`."""
+
+    prepared: Prepared
+    chosen: Chosen
+    forward: Timer
+
+    def land(self) -> StepOutput:
+        """Wait for the tokens and take them, as `engine.choosing` does where the host chooses. Any thread."""
+        batch, kv = self.prepared.batch, self.prepared.kv
+        make_current(kv.device)
+        ids, finite = self.chosen.read()
+        began = time.perf_counter()
+        out = StepOutput.of(self.prepared.num_entries)
+        with torch.inference_mode():
+            sampled = as_sampled(ids)
+            if any(batch.drafts):
+                put_verified(match_drafts(sampled, batch.drafts), batch, kv, out)
+            else:
+                put_sampled(sampled, batch, kv, out)
+            fail_nonfinite(finite, batch, kv, out)
+        self.prepared.tell(out)
+        out.forward_s = self.forward.elapsed_s()
+        out.sample_s = time.perf_counter() - began
+        return out

@@ -1,0 +1,203 @@
+"""Tokens chosen inside graphs, by the kernels: the same, to the bit, as where the host launches them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.batch import Batch, BatchBuilder
+from engine.graphs import choosing, switch
+from engine.graphs.choosing import COUNTED, ENDS, GraphChooser
+from engine.graphs.shapes import GraphShape
+from engine.ops.triton_sampling import TritonSampling
+from engine.plan import ScheduledRequest
+from engine.request import Request
+from engine.speculation.base import NO_DRAFT, Draft
+from engine.speculation.verify import DraftSampler
+from ipc.messages import Sampling
+from tests.engine.core_harness import Engine
+from tests.engine.driving import CPU
+from tests.engine.graphs.fakes import CAPTURABLE, FakeDriver, StaticAttention
+from tests.engine.oracle import tiny, told
+
+VOCAB = 300
+SETTINGS = [
+    Sampling(),
+    Sampling(temperature=0.0, repetition_penalty=1.8, presence_penalty=0.4, frequency_penalty=0.3),
+    Sampling(temperature=0.0, min_tokens=9),
+    Sampling(temperature=0.7, seed=5),
+    Sampling(temperature=1.3, top_k=20, top_p=0.6, seed=7),
+    Sampling(temperature=1.0, top_k=50, min_p=0.2, seed=8, frequency_penalty=0.5),
+    Sampling(temperature=1.0, top_p=0.8, seed=10, min_tokens=6, stop_token_ids=[8], presence_penalty=1.0),
+]
+PLAIN = [each for each in SETTINGS if each.min_tokens == 0 and each.frequency_penalty == 0.0]
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs without work take the interpreter's time too."""
+    monkeypatch.setattr(choosing, "MOST_COUNTED", 256)
+
+
+def batch_of(settings: Sequence[Sampling], drafts: Sequence[Draft] = ()) -> Batch:
+    """Requests of a prompt of four tokens and an output of three, their newest token to be computed."""
+    rows = []
+    for i, each in enumerate(settings):
+        request = Request(i + 1, [5, 6, 7, 5], each)
+        request.token_ids += [8, 8, 9]
+        request.slot, request.num_computed, request.block_table = i, 6, [i]
+        rows.append(ScheduledRequest(request, 1, draft=drafts[i] if drafts else NO_DRAFT))
+    batch = BatchBuilder(16, len(rows)).build(rows)
+    batch.fill()
+    return batch
+
+
+def logits(rows: int) -> Tensor:
+    """Scores of which the tokens that occurred, and the one that ends, are the largest of some rows."""
+    out = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(3))
+    out[:, [3, 8]] += 3.0
+    return out
+
+
+def sampler() -> DraftSampler:
+    made = DraftSampler(VOCAB, frozenset({3}), CPU)
+    made.fused = TritonSampling()
+    return made
+
+
+def chosen_inside(batch: Batch, scores: Tensor, shape: GraphShape, padded: Tensor | None) -> list[int]:
+    """Ids of a step as a graph of ``shape`` chooses them, its words full of another step's before."""
+    made = sampler()
+    assert made.fused is not None
+    chooser = GraphChooser(made, made.fused, padded)
+    assert chooser.kind_of(batch, shape.tokens) == (shape.kind, "")
+    words = np.full(chooser.num_words(shape), 7, dtype=np.int64)
+    chooser.fill(words, shape, batch)
+    whole = torch.full((shape.tokens, VOCAB), float("nan"))
+    whole[: len(scores)] = scores
+    ids = torch.full((shape.tokens,), -7)
+    chooser.choose(whole, torch.from_numpy(words), shape, ids)
+    return ids[: len(scores)].tolist()
+
+
+@pytest.mark.parametrize("kind", ["tokens", "adjusted"])
+def test_every_setting_gives_what_it_gives_outside(kind: str) -> None:
+    """A07: in a shape with rows to spare, with ids that no token belongs to, and rows that are not finite."""
+    settings = PLAIN if kind == "tokens" else SETTINGS
+    batch = batch_of([*settings, settings[0], settings[-1]])
+    scores = logits(len(settings) + 2)
+    scores[-2, 40], scores[-1, 3] = float("nan"), float("inf")
+    padded = torch.tensor([8]) if kind == "tokens" else None
+    shape = GraphShape(16, 1, kind)  # type: ignore[arg-type]
+    inside = chosen_inside(batch, scores, shape, padded)
+    if padded is not None:
+        scores.index_fill_(1, padded, float("-inf"))
+    outside = sampler().sample(scores, batch.sampled_rows)
+    assert inside == [-1 if token is None else token for token in outside.token_ids]
+    assert inside[-2:] == [-1, -1]
+    assert len(set(inside)) > 3
+
+
+def test_each_place_of_a_draft_is_chosen_as_outside() -> None:
+    """A19: penalties count what was drafted before a place, random numbers are those of the place."""
+    drafts = [Draft([8, 9, 3][: i % 4]) for i in range(len(SETTINGS))]
+    batch = batch_of(SETTINGS, drafts)
+    scores = logits(len(batch.ids))
+    inside = chosen_inside(batch, scores, GraphShape(8, 5, "adjusted"), None)
+    found = sampler().verify(scores, batch.sampled_rows, batch.drafts)
+    first = 0
+    for each, draft in zip(found, batch.drafts, strict=True):
+        assert each.token_ids == inside[first : first + each.accepted + 1]
+        first += len(draft) + 1
+
+
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"logprobs": 0}, "logprobs"),
+    ({"min_tokens": 9, "stop_token_ids": list(range(ENDS))}, "min_tokens"),
+])  # fmt: skip
+def test_what_has_no_room_or_kernel_is_chosen_outside(changes: dict[str, object], why: str) -> None:
+    made = sampler()
+    assert made.fused is not None
+    batch = batch_of([Sampling(**changes)])  # type: ignore[arg-type]
+    assert GraphChooser(made, made.fused, None).kind_of(batch, 1) == ("logits", why)
+
+
+def test_drawn_drafts_and_long_lists_are_judged_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "MOST_COUNTED", 2 * COUNTED)
+    made = sampler()
+    assert made.fused is not None
+    chooser = GraphChooser(made, made.fused, None)
+    drawn = Draft([8], torch.full((1, VOCAB), 1 / VOCAB))
+    assert chooser.kind_of(batch_of([Sampling(temperature=1.0)], [drawn]), 2) == ("logits", "proposals")
+    assert chooser.kind_of(batch_of([Sampling(temperature=0.0)], [drawn]), 2) == ("tokens", "")
+    batch = batch_of([Sampling(presence_penalty=1.0)])
+    batch.sampled_rows[0].num_tokens = COUNTED + 1
+    assert chooser.kind_of(batch, 1) == ("logits", "penalties")
+    assert chooser.kind_of(batch, 2) == ("adjusted", "")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    made = FakeDriver(lazy=True)
+    monkeypatch.setattr(switch, "probe", lambda device: None)
+    monkeypatch.setattr(switch, "make_driver", lambda device: made)
+    yield made
+    assert not made.pending, "launched, and nobody waited for it"
+
+
+def answers(
+    settings: Sequence[Sampling], *, graphs: bool, **options: object
+) -> tuple[Engine, list[list[int]]]:
+    """What requests get, all at once, and the engine that answered."""
+    expected = tiny("llama")
+    engine = Engine(expected.loaded, **options)  # type: ignore[arg-type]
+    runner = engine.core.runner
+    runner._attention, runner.decoder.ops = StaticAttention(), CAPTURABLE
+    runner.sampler.fused = TritonSampling()
+    runner.graphs.switch(graphs)
+    rids = [engine.submit(expected.prompts[i % 4], each) for i, each in enumerate(settings)]
+    engine.run()
+    return engine, [engine.ids(rid) for rid in rids]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_texts_are_those_without_graphs(driver: FakeDriver, overlap: bool) -> None:
+    """A07: plain rows alone at last, and others before; nothing is read before it has come."""
+    settings = [
+        Sampling(max_tokens=3, ignore_eos=True, temperature=1.0, seed=1, frequency_penalty=0.7),
+        Sampling(max_tokens=4, ignore_eos=True),
+        Sampling(max_tokens=6, ignore_eos=True, temperature=0.8, top_k=9, seed=3),
+    ]
+    _, without = answers(settings, graphs=False, overlap=overlap)
+    engine, found = answers(settings, graphs=True, overlap=overlap)
+    assert found == without
+    shapes = [step.kernels.rpartition("graph=")[2] for step in engine.heard.steps]
+    assert {"4x1+penalties+sample", "2x1+sample", "1x1+sample"} <= set(shapes)
+    assert not engine.core.runner.graphs.counts.logits
+
+
+def test_drafts_are_matched_with_what_the_graph_chose(driver: FakeDriver) -> None:
+    """A03: texts are those of the reference, and drafts were accepted in replayed steps."""
+    expected = tiny("llama")
+    settings = [Sampling(max_tokens=10, ignore_eos=True)] * 3
+    engine, found = answers(
+        settings, graphs=True, drafter=told(expected), speculation="ngram", spec_adaptive=False
+    )
+    assert found == [expected.ids[i][:10] for i in range(3)]
+    replayed = [step for step in engine.heard.steps if step.kernels.endswith("+sample")]
+    assert sum(step.accepted_tok for step in replayed) > 0
+
+
+def test_logprobs_take_the_logits_out_of_the_graph(driver: FakeDriver) -> None:
+    """Counted with the reason, step by step, and told to clients."""
+    driver.lazy = False
+    settings = [Sampling(max_tokens=3, ignore_eos=True, logprobs=1)]
+    engine, found = answers(settings, graphs=True)
+    assert found == answers(settings, graphs=False)[1]
+    use = engine.core.state().graphs
+    assert use is not None
+    assert use.logits_n == {"logprobs": use.replayed_n}
