@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton import knobs
+from triton.errors import TritonError
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether the kernels of this process run in Triton's interpreter; settled when triton is imported."""
@@ -32,12 +35,30 @@ class Launch:
     num_stages: int = 2
 
     def run(self) -> None:
-        """Launch it, unless the grid is empty."""
+        """Launch it, unless the grid is empty. RuntimeError where it cannot be compiled or does not fit."""
         if 0 in self.grid:
             return
-        self.kernel[self.grid](
-            **self.arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages
+        try:
+            self.kernel[self.grid](
+                **self.arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages
+            )
+        # A first launch runs a compiler, an assembler and a C compiler. What those raise is no RuntimeError,
+        # which alone a step, a capture and the switch of a knob take for a failure of their own.
+        except (TritonError, subprocess.SubprocessError, OSError) as error:
+            raise RuntimeError(
+                f"{self} cannot be launched ({type(error).__name__}: {error}); "
+                "switch off the knob that chose this kernel"
+            ) from error
+
+    def __str__(self) -> str:
+        """The kernel's name, and what it was to be launched with."""
+        sizes = ", ".join(
+            f"{name} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+            for name, value in self.arguments.items()
+            if isinstance(value, Tensor)
         )
+        constants = ", ".join(f"{name}={value}" for name, value in self.constants.items())
+        return f"the kernel {self.kernel.__name__.lstrip('_')} over {list(self.grid)} ({sizes}; {constants})"
 
 
 @functools.cache
