@@ -23,6 +23,7 @@ from engine.lifetime import ExitCode
 from engine.loop import EngineCore, Event
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
+from engine.native import kernels
 from engine.text import Tokenizer
 from ipc import codec
 
@@ -67,6 +68,8 @@ def bring_up(
     info = describe(device, dtype=dtype)
     if info.uuid:
         follow_gpu(info.uuid)
+    if device.type == "cpu":
+        kernels(lambda: progress("compiling kernels for this CPU", 0, 0))
     backends, reasons = available(loaded.spec, device, dtype)
     context = KnobContext(
         device=info.kind,

@@ -1,7 +1,8 @@
 """Compiles the C++ sources of this folder into a shared library, once for each machine, and keeps it.
 
-The library lies in the user's cache folder under the hash of all that it depends on: sources, compiler, flags
-and the CPU. Nobody else may be able to write there, for what lies there is run.
+The library lies in the user's cache folder under the hash of all that it depends on (sources, compiler, flags
+and the CPU) and its own: one that is not what the compiler left is made again. Nobody else may be able to
+write there, for what lies there is run.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import platform
 import shutil
 import stat
 import subprocess
-import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-pthread", "-fPIC", "-shared")
+SUFFIX, UNFINISHED = ".so", ".unfinished"
 COMPILE_TIMEOUT_S = 900.0  # on a busy machine some seconds of work take minutes
 
 
@@ -31,18 +34,26 @@ class NotBuilt(Exception):
     """The library cannot be had; the text says why and what would help."""
 
 
-def build(cache: Path | None = None) -> Path:
-    """The library's file, compiled now if there is none yet.
+def _silent() -> None:
+    """Nobody wants to hear that it takes a while."""
 
-    cache: where it is kept, by default decodeck's folder in the user's cache. Takes some seconds the first
-    time. Raises NotBuilt.
+
+def build(cache: Path | None = None, announce: Callable[[], None] = _silent) -> Path:
+    """The library's file, compiled now if there is none yet, or none that is whole.
+
+    cache: where it is kept, by default decodeck's folder in the user's cache. Compiling takes some seconds;
+    ``announce`` is called before that. Of several processes at once one compiles and the others wait for it.
+    Raises NotBuilt.
     """
     compiler = _compiler()
     folder = _private(cache or user_cache_path("decodeck") / "native")
-    library = folder / f"{_key(compiler)}.so"
-    if not library.exists():
-        _compile(compiler, library)
-    return library
+    key = _key(compiler)
+    found = _whole(folder, key)
+    if found is not None:
+        return found
+    announce()
+    with _alone(folder):
+        return _whole(folder, key) or _compile(compiler, folder, key)
 
 
 def _compiler() -> str:
@@ -85,18 +96,57 @@ def _cpu_flags() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _whole(folder: Path, key: str) -> Path | None:
+    """The library that was compiled for ``key``, if its content still has the hash that its name tells."""
+    for found in sorted(folder.glob(f"{key}-*{SUFFIX}")):
+        try:
+            content = found.read_bytes()
+        except OSError as error:
+            raise NotBuilt(f"the compiled kernels in {found} cannot be read: {error}") from error
+        if found.name == _name(key, content):
+            return found
+        log.warning("compiled kernels were damaged and are made again: %s", found)
+        found.unlink(missing_ok=True)
+    return None
+
+
+def _name(key: str, content: bytes) -> str:
+    return f"{key}-{hashlib.sha256(content).hexdigest()[:32]}{SUFFIX}"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process compiles meanwhile. The system lets go of the lock of one that dies."""
+    import fcntl  # not everywhere, but where kernels are built
+
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise NotBuilt(f"the folder {folder} for compiled kernels cannot be opened: {error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _compile(compiler: str, folder: Path, key: str) -> Path:
+    """Compile while no other process does."""
     log.info("compiling kernels for this CPU with %s; this happens once", compiler)
     started = time.perf_counter()
-    # Under another name first: an engine that starts at the same time must never load half a file.
-    handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
-    os.close(handle)
+    for left in folder.glob(f"*{UNFINISHED}"):  # by processes that were killed while they compiled
+        left.unlink(missing_ok=True)
+    unfinished = folder / f"{key}{UNFINISHED}"
     try:
-        _run([compiler, *FLAGS, *map(str, SOURCES), "-o", name])
-        os.replace(name, library)
+        _run([compiler, *FLAGS, *map(str, SOURCES), "-o", str(unfinished)])
+        library = folder / _name(key, unfinished.read_bytes())
+        unfinished.replace(library)
+    except OSError as error:
+        raise NotBuilt(f"the compiled kernels could not be written to {folder}: {error}") from error
     finally:
-        Path(name).unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
     log.info("compiled kernels in %.1f s: %s", time.perf_counter() - started, library)
+    return library
 
 
 def _run(command: list[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.native import panels
+from engine.native import panels, selftest
 from engine.native.build import NotBuilt, build
 from engine.native.panels import PLAIN_KINDS, Panels
 
@@ -39,7 +39,7 @@ class Kernels:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        self.panel_width = int(library.panel_width())
+        self.panel_width, self.vector_width = int(library.panel_width()), int(library.vector_width())
         # x, its rows; a `LinearWeight` by reference; y; threads. See ``linear.cpp``.
         linear = [c_void_p, c_int64, c_void_p, c_void_p, c_int]
         kinds = ("fp32", "bf16", "int8", "int4")
@@ -118,17 +118,34 @@ _found: Kernels | str | None = None
 _NOTHING = nullcontext()
 
 
-def kernels() -> Kernels | None:
-    """The kernels of this machine, compiled at the first call; None if they cannot be had (`unavailable`)."""
+def _silent() -> None:
+    """Nobody wants to hear that it takes a while."""
+
+
+def kernels(announce: Callable[[], None] = _silent) -> Kernels | None:
+    """The kernels of this machine, compiled at the first call; None if they cannot be had (`unavailable`).
+
+    ``announce`` is called before something is compiled, which takes some seconds.
+    """
     global _found
     with _lock:
         if _found is None:
-            try:
-                _found = Kernels(build())
-            except (NotBuilt, OSError, AttributeError) as error:
-                _found = str(error)
+            _found = _find(announce)
+            if isinstance(_found, str):
                 log.warning("kernels in C++ are not used, torch's own are: %s", _found)
+            else:
+                log.info("kernels in C++ compute with vectors of %d numbers", _found.vector_width)
         return _found if isinstance(_found, Kernels) else None
+
+
+def _find(announce: Callable[[], None]) -> Kernels | str:
+    """The kernels, or why there are none."""
+    try:
+        found = Kernels(build(announce=announce))
+    except (NotBuilt, OSError, AttributeError) as error:
+        return str(error)
+    wrong = selftest.wrong(found)
+    return f"they were compiled and compute wrongly here ({wrong}): try another compiler" if wrong else found
 
 
 def unavailable() -> str:

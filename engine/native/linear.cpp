@@ -115,6 +115,9 @@ static void product(const float* x, int64_t num_rows, const PanelWeight& w, floa
 
 extern "C" {
 
+// Numbers of float32 that are computed with at once: which instructions the compiler was given.
+int vector_width() { return WIDTH; }
+
 // How many output channels stand side by side in a panel: what weights are to be laid out for.
 int panel_width() { return PANEL; }
 

@@ -2,10 +2,13 @@
 //
 // A forward pass makes some hundred of them, one behind the other. Waking a sleeping thread takes as long as such a
 // job, so workers look out for the next one for a short while, but only as long as a pass is under way; otherwise they
-// sleep. Whoever is free takes the next chunk: a thread that has to wait for its core, because another program runs
+// sleep. After the first microseconds they let others have the core between two looks: those of torch's own threads
+// that are needed in the same pass, and other programs. Whoever is free takes the next chunk: a thread that has to wait for its core, because another program runs
 // there, holds up nobody but the one chunk that it works on, and one that was not woken yet holds up nobody at all.
 
 #include "threads.h"
+
+#include <pthread.h>
 
 #include <atomic>
 #include <chrono>
@@ -16,6 +19,7 @@
 namespace {
 
 constexpr auto LOOK_OUT = std::chrono::microseconds(100);  // longer than what stands between two jobs of a pass
+constexpr auto ALONE = std::chrono::microseconds(10);       // of it, without asking whether others want the core
 
 void pause() {
 #if defined(__x86_64__)
@@ -28,13 +32,14 @@ void pause() {
 // Whether done() became true within LOOK_OUT.
 template <typename Done>
 bool look_out(const Done& done) {
-    const auto end = std::chrono::steady_clock::now() + LOOK_OUT;
-    do {
+    const auto begin = std::chrono::steady_clock::now();
+    for (auto waited = begin - begin; waited < LOOK_OUT; waited = std::chrono::steady_clock::now() - begin) {
         for (int i = 0; i < 16; i++) {
             if (done()) return true;
             pause();
         }
-    } while (std::chrono::steady_clock::now() < end);
+        if (waited > ALONE) std::this_thread::yield();
+    }
     return false;
 }
 
@@ -115,9 +120,18 @@ class Pool {
 };
 
 // Never destroyed: workers use it until the process is gone.
+std::atomic<Pool*> present{nullptr};
+
+// A process that was forked has none of the threads, and a lock may be held by one of them for ever.
+void start_anew() { present = new Pool; }
+
 Pool& pool() {
-    static Pool& only = *new Pool;
-    return only;
+    static const bool made = [] {
+        start_anew();
+        return pthread_atfork(nullptr, nullptr, start_anew) == 0;
+    }();
+    (void)made;
+    return *present;
 }
 
 }  // namespace

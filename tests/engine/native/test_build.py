@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 import re
+import signal
 import stat
+import subprocess
+import sys
+import threading
+import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +41,87 @@ def test_it_is_compiled_once_and_nobody_else_may_write_there(tmp_path: Path, sou
     assert first.stat().st_mtime_ns == made.st_mtime_ns
     assert stat.S_IMODE((tmp_path / "kernels").stat().st_mode) == 0o700
     assert list((tmp_path / "kernels").iterdir()) == [first]
+
+
+def test_one_that_is_damaged_or_cut_off_is_compiled_again(
+    tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a full disk, or a file system that lost what a machine wrote before its power failed."""
+    made = build(tmp_path)
+    whole = made.read_bytes()
+    for content in (b"", whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1])):
+        made.unlink()  # for it is loaded
+        made.write_bytes(content)
+        found = build(tmp_path)
+        assert int(ctypes.CDLL(str(found)).panel_width()) == 1
+        assert hashlib.sha256(found.read_bytes()).hexdigest()[:32] in found.name
+        assert "damaged" in caplog.text
+        caplog.clear()
+        made = found
+
+
+def test_the_library_of_another_cpu_is_not_used(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home folder may be shared by machines, and a machine may be moved."""
+    here = build(tmp_path)
+    monkeypatch.setattr(build_module, "_cpu_flags", lambda: "flags: sse2")
+    there = build(tmp_path)
+    assert there != here
+    assert here.exists()
+
+
+def test_a_process_that_was_killed_while_it_compiled_leaves_nothing_that_is_used(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\n'
+        'for last in "$@"; do :; done\nprintf half > "$last"\nkill -9 $PPID\n'
+    )
+    compiler.chmod(0o700)
+    cache = tmp_path / "kernels"
+    script = (  # by its path: importing the package takes torch, and seconds
+        "import importlib.util as u; from pathlib import Path; "
+        f"spec = u.spec_from_file_location('build', {build_module.__file__!r}); "
+        "b = u.module_from_spec(spec); spec.loader.exec_module(b); "
+        f"b.SOURCES, b.HEADERS = (Path({str(source)!r}),), (); b.build(Path({str(cache)!r}))"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "CXX": str(compiler)}, capture_output=True
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(list(cache.iterdir())) == 1
+    found = build(cache)
+    assert int(ctypes.CDLL(str(found)).panel_width()) == 1
+    assert list(cache.iterdir()) == [found]
+
+
+def test_of_several_at_once_one_compiles(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, announced, built = [], [], []
+    real = build_module._compile
+
+    def compile_slowly(*arguments: Any) -> Path:
+        compiled.append(arguments)
+        time.sleep(0.2)
+        return real(*arguments)
+
+    monkeypatch.setattr(build_module, "_compile", compile_slowly)
+    engines = [
+        threading.Thread(target=lambda: built.append(build(tmp_path, lambda: announced.append(1))))
+        for _ in range(3)
+    ]
+    for engine in engines:
+        engine.start()
+    for engine in engines:
+        engine.join()
+    assert len(compiled) == 1
+    assert len(built) == 3
+    assert len(set(built)) == 1
+    build(tmp_path, lambda: announced.append(1))
+    assert len(announced) == 3  # the three that had to wait, and no later one
 
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:

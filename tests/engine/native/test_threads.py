@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections import Counter
@@ -62,3 +63,14 @@ def test_workers_sleep_unless_a_pass_is_under_way(library: ctypes.CDLL) -> None:
     with forward_pass():
         time.sleep(0.3)
     assert time.process_time() - before < 0.05
+
+
+def test_a_process_that_was_forked_has_workers_of_its_own(library: ctypes.CDLL) -> None:
+    """Those of its parent are gone with the fork, and so may be whoever held the lock."""
+    with forward_pass():
+        shared(library, 50, 3)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if all(shared(library, 50, 3) == Counter(range(50)) for _ in range(20)) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert shared(library, 50, 3) == Counter(range(50))

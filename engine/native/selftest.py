@@ -1,0 +1,80 @@
+"""Whether kernels that were compiled here compute what they should: compilers and CPUs have faults too."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.native.structs import AttentionItems, AttentionLayer
+
+if TYPE_CHECKING:
+    from engine.native.kernels import Kernels
+
+TOLERANCE = 1e-4  # of the largest number; rounding of float32 sums stays far below
+ROWS, COLS = 14, 70  # beside all blocks and vectors
+
+
+def wrong(found: Kernels) -> str:
+    """Which part is wrong and by how much, or "". Takes some milliseconds."""
+    generator = torch.Generator().manual_seed(1)
+    checks = {"products": _products, "norm": _norm, "activation": _activation, "attention": _attention}
+    for name, check in checks.items():
+        got, expected = check(found, generator)
+        error = float((got.double() - expected).abs().max() / expected.abs().max())
+        if not error <= TOLERANCE:
+            return f"{name} are off by {error:.2g}"
+    return ""
+
+
+def _products(found: Kernels, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    weight = torch.randn(50, COLS, generator=generator).bfloat16()
+    x = torch.randn(ROWS, COLS, generator=generator)
+    packed = found.pack(weight)
+    alone = torch.cat([found.linear(x[i : i + 1], packed) for i in range(ROWS)])
+    got = torch.cat((found.linear(x, packed), alone, found.linear(x, found.pack(x))), dim=1)
+    product = x.double() @ weight.double().t()
+    return got, torch.cat((product, product, x.double() @ x.double().t()), dim=1)
+
+
+def _norm(found: Kernels, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x, delta = (torch.randn(ROWS, COLS, generator=generator) for _ in range(2))
+    weight, y = torch.randn(COLS, generator=generator), torch.empty(ROWS, COLS)
+    total = (x + delta).double()
+    found.add_norm[torch.float32](
+        x.data_ptr(), delta.data_ptr(), weight.data_ptr(), y.data_ptr(), ROWS, COLS, 1e-5, 1
+    )
+    size = (total.square().mean(dim=1, keepdim=True) + 1e-5).sqrt()
+    return y, total / size * weight.double()
+
+
+def _activation(found: Kernels, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    both, y = torch.randn(ROWS, 2 * COLS, generator=generator), torch.empty(ROWS, COLS)
+    found.silu_mul[torch.float32](both.data_ptr(), y.data_ptr(), ROWS, COLS, 1)
+    gate, up = both.double().chunk(2, dim=1)
+    return y, torch.nn.functional.silu(gate) * up
+
+
+def _attention(found: Kernels, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Two query heads over one KV head, `ROWS` tokens behind 40 others, in blocks that lie backwards."""
+    before, block, blocks = 40, 16, 4
+    q = torch.randn(ROWS, 2, COLS, generator=generator)
+    k, v = (torch.randn(blocks * block, 1, COLS, generator=generator) for _ in range(2))
+    table = np.arange(blocks, dtype=np.int64)[::-1].copy()
+    ints = [np.array([value], dtype=np.int64) for value in (0, ROWS, before, 0)]
+    items = AttentionItems(1, *(each.ctypes.data for each in ints), table.ctypes.data, blocks, block)
+    out = torch.empty(ROWS, 2, COLS)
+    layer = AttentionLayer(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), None, None,
+        2 * COLS, 2, 1, COLS, 0, COLS**-0.5,
+    )  # fmt: skip
+    found.attention(torch.float32, torch.float32)(ctypes.byref(items), ctypes.byref(layer), 1)
+    order = (torch.from_numpy(table)[:, None] * block + torch.arange(block)).flatten()[: before + ROWS]
+    keys, values = (pool[order, 0].double() for pool in (k, v))
+    unseen = torch.arange(before + ROWS) > before + torch.arange(ROWS)[:, None]
+    scores = torch.einsum("thd,kd->htk", q.double(), keys) * COLS**-0.5
+    weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
+    return out, torch.einsum("htk,kd->thd", weights, values)
