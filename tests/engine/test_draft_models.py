@@ -235,7 +235,7 @@ def test_every_form_that_weights_are_held_in_is_counted(
     """Linear layers may hold weights twice, for few rows and for many: a refusal counts both."""
 
     def both(*args: Any, **options: Any) -> Choice:
-        return Choice((1, 2), (*candidates(torch.float32, CPU)[:1], Form("bf16", torch.bfloat16, False)))
+        return Choice((1, 2), (*candidates(torch.float32, CPU)[:1], Form("bf16", torch.bfloat16, "dense")))
 
     def twice(kind: Kind, samples: Sequence[QuantizedWeight], *args: Any, **_: Any) -> PrecisionChoice:
         forms = precision_forms(kind, CPU)

@@ -278,7 +278,7 @@ def test_the_list_of_knobs_reads_well(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["--list-knobs"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines["max_num_batched_tokens"].endswith("int 1 to 1048576 tokens")
-    assert "paged (not built yet)" in lines["attention"]
+    assert "varlen (cannot run on cpu)" in lines["attention"]
     assert lines["prefix_cache"].endswith("default on           on, off")
 
 
