@@ -42,6 +42,7 @@ from app.model.knobs import KnobModel
 from app.model.session import SessionModel
 from app.panels.bandwidth import BandwidthPanel
 from app.panels.baselines import BaselinesPanel
+from app.panels.card import CardPanel
 from app.panels.charts import LatencyChart, ThroughputChart
 from app.panels.kpi_strip import KpiStrip
 from app.panels.kv_map import KvMapPanel
@@ -68,13 +69,13 @@ Area = Qt.DockWidgetArea
 DOCKS: tuple[tuple[str, Area, tuple[str, ...]], ...] = (
     ("left", Area.LeftDockWidgetArea, ("optimizations", "playground")),
     ("map", Area.RightDockWidgetArea, ("kv_map",)),
-    ("traffic", Area.RightDockWidgetArea, ("bandwidth", "memory")),
+    ("traffic", Area.RightDockWidgetArea, ("bandwidth", "memory", "card")),
     ("bottom", Area.BottomDockWidgetArea, ("requests", "timeline", "stages", "baselines", "log")),
 )
 PANELS: dict[str, str] = {
     "optimizations": N_("Optimizations"), "playground": N_("Playground"), "kv_map": N_("KV blocks"),
     "bandwidth": N_("Bandwidth"), "requests": N_("Requests"), "baselines": N_("Baselines"), "log": N_("Log"),
-    "timeline": N_("Timeline"), "stages": N_("Stages"), "memory": N_("Memory"),
+    "timeline": N_("Timeline"), "stages": N_("Stages"), "memory": N_("Memory"), "card": N_("Card"),
 }  # fmt: skip
 LEFT_WIDTH, RIGHT_WIDTH, BOTTOM_HEIGHT = 324, 344, 244
 
@@ -178,6 +179,7 @@ class MainWindow(WindowActions):
         self.kv_map = KvMapPanel(console)
         self.bandwidth = BandwidthPanel(self.view)
         self.memory = MemoryPanel(console)
+        self.card = CardPanel(console)
         self.requests = RequestsPanel(console)
         self.timeline = TimelinePanel(self.view)
         self.stages = StagesPanel(self.view)
@@ -187,6 +189,7 @@ class MainWindow(WindowActions):
             "optimizations": self.optimizations, "playground": self.playground, "kv_map": self.kv_map,
             "bandwidth": self.bandwidth, "requests": self.requests, "baselines": self.baselines,
             "log": self.log, "timeline": self.timeline, "stages": self.stages, "memory": self.memory,
+            "card": self.card,
         }  # fmt: skip
         self.panels = panels
         self.docks = {}
@@ -226,7 +229,8 @@ class MainWindow(WindowActions):
         self.panel_actions: list[QAction] = []
         for i, (name, title) in enumerate(PANELS.items(), 1):
             action = QAction(tr_later(title), self)
-            action.setShortcut(f"Ctrl+{i % 10}")
+            if i <= 10:  # there are no more digits
+                action.setShortcut(f"Ctrl+{i % 10}")
             action.triggered.connect(lambda _checked=False, panel=name: self.show_panel(panel))
             panels.addAction(action)
             self.addAction(action)
@@ -272,7 +276,7 @@ class MainWindow(WindowActions):
             clock.register(panel, panel.refresh_figures, FIGURES_EVERY)
         for other in (self.optimizations, self.playground, self.log):
             clock.register(other, other.refresh)
-        for figures in (self.optimizations, self.memory):
+        for figures in (self.optimizations, self.memory, self.card):
             clock.register(figures, figures.refresh_figures, FIGURES_EVERY)
         clock.register(self.status_line, self.status_line.refresh, FIGURES_EVERY)
 
