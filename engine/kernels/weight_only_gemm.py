@@ -56,7 +56,8 @@ class PackedWeight:
 
     codes: int8 [out, in]; or for 4 bits uint8 [out, in / 2], where byte j of the half tile that begins at
     i / 2 holds column i + j in its low half and column i + j + tile / 2 in the upper one, so that neither
-    half needs moving. scales: float32 [groups, out]. zeros: float32 [groups, out], None for 0.
+    half needs moving. scales: floats [groups, out]. zeros: integers [groups, out], None where all are
+    ``zero``. Both are those of the weight itself.
     """
 
     codes: Tensor
@@ -67,21 +68,23 @@ class PackedWeight:
     tile: int
     group: int
 
+    @property
+    def zero(self) -> int:
+        """The zero of all groups where there are no zeros."""
+        return 8 if self.bits == 4 else 0
+
 
 def pack(weight: Int4Weight | Int8Weight) -> PackedWeight:
     """For the kernels; ask `probe` first. The caller sees to ``order`` and ``input_scale`` of the weight."""
     tile = tile_k(weight)
-    zeros = weight.zeros
-    scales = weight.scales.float().contiguous()
+    zeros = None if weight.zeros is None else weight.zeros.contiguous()
     if isinstance(weight, Int8Weight):
         codes, bits = weight.codes.contiguous(), 8
-        offsets = None if zeros is None else zeros.float().contiguous()
     else:
         halves = unpack_nibbles(weight.codes).view(weight.shape[0], -1, 2, tile // 2)
         codes, bits = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1).contiguous(), 4
-        offsets = torch.full_like(scales, 8.0) if zeros is None else zeros.float().contiguous()
     group = min(weight.group, weight.shape[1])
-    return PackedWeight(codes, scales, offsets, weight.shape, bits, tile, group)
+    return PackedWeight(codes, weight.scales.contiguous(), zeros, weight.shape, bits, tile, group)
 
 
 @triton.jit
@@ -116,6 +119,7 @@ def _gemm(
     SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    ZERO: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -128,7 +132,7 @@ def _gemm(
     is_out, is_row = out < OUT, row < rows
     x_row = x + row[:, None].to(tl.int64) * stride
     low = tl.arange(0, HALF)
-    zero = tl.zeros((BLOCK_N,), tl.float32)
+    zero = tl.full((BLOCK_N,), ZERO, tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     TILES: tl.constexpr = COLS // BLOCK_K
     EACH: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
@@ -136,7 +140,7 @@ def _gemm(
         k = t * BLOCK_K
         at_group = k // GROUP * OUT + out
         if HAS_ZEROS:
-            zero = tl.load(zeros + at_group, mask=is_out, other=0.0)
+            zero = tl.load(zeros + at_group, mask=is_out, other=0).to(tl.float32)
         part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if BITS == 4:
             at = out[:, None].to(tl.int64) * (COLS // 2) + (k // 2 + low)[None, :]
@@ -150,7 +154,7 @@ def _gemm(
             at = out[:, None].to(tl.int64) * COLS + cols[None, :]
             w = _codes_of(codes, at, is_out[:, None], zero[:, None], TO)
             part = dot(tl.load(x_row + cols[None, :], mask=is_row[:, None], other=0.0), tl.trans(w), part)
-        acc += part * tl.load(scales + at_group, mask=is_out, other=0.0)[None, :]
+        acc += part * tl.load(scales + at_group, mask=is_out, other=0.0).to(tl.float32)[None, :]
     inside = is_row[:, None] & is_out[None, :]
     y_at = row[:, None].to(tl.int64) * OUT + out[None, :]
     if SPLITS > 1:
@@ -187,6 +191,7 @@ def _dequantize(
     OUT: tl.constexpr,
     BITS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    ZERO: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -196,10 +201,10 @@ def _dequantize(
     k = tl.program_id(1) * BLOCK_K
     is_out = (out < OUT)[:, None]
     at_group = k // GROUP * OUT + out
-    scale = tl.load(scales + at_group, mask=out < OUT, other=0.0)[:, None]
-    zero = tl.zeros((BLOCK_N, 1), tl.float32)
+    scale = tl.load(scales + at_group, mask=out < OUT, other=0.0).to(tl.float32)[:, None]
+    zero = tl.full((BLOCK_N, 1), ZERO, tl.float32)
     if HAS_ZEROS:
-        zero = tl.load(zeros + at_group, mask=out < OUT, other=0.0)[:, None]
+        zero = tl.load(zeros + at_group, mask=out < OUT, other=0).to(tl.float32)[:, None]
     if BITS == 4:
         low = tl.arange(0, HALF)[None, :]
         at = out[:, None].to(tl.int64) * (COLS // 2) + k // 2 + low
@@ -250,6 +255,7 @@ def gemm(
             "GROUP": weight.group,
             "BITS": weight.bits,
             "HAS_ZEROS": weight.zeros is not None,
+            "ZERO": weight.zero,
             "BLOCK_M": block_m,
             "BLOCK_N": _BLOCK_N,
             "BLOCK_K": weight.tile,
@@ -277,6 +283,7 @@ def dequantize(weight: PackedWeight, into: Tensor) -> Launch:
             "OUT": out,
             "BITS": weight.bits,
             "HAS_ZEROS": weight.zeros is not None,
+            "ZERO": weight.zero,
             "BLOCK_N": 16,
             "BLOCK_K": weight.tile,
         },

@@ -173,10 +173,11 @@ def _products() -> Iterator[Case]:
         (4, 896, 4864, 64, ()),
         (8, 896, 4864, 128, ()),
     ):
-        scales = _empty(cols // group, out, dtype=torch.float32)
+        scales = _empty(cols // group, out, dtype=torch.float32 if bits == 8 else torch.bfloat16)
+        zeros = None if bits == 8 else _empty(cols // group, out, dtype=torch.uint8)
         held = _empty(out, cols * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
         tile = min(128, group)
-        weight = PackedWeight(held, scales, scales if bits == 4 else None, (out, cols), bits, tile, group)
+        weight = PackedWeight(held, scales, zeros, (out, cols), bits, tile, group)
         name = f"int{bits}" + ("" if out == 4096 else f" group {group} 0.5b")
         for rows in (1, 64):
             x, y = _empty(rows, cols), _empty(rows, out)

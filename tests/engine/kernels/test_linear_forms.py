@@ -29,6 +29,8 @@ from engine.layers.precision import (
 from engine.layers.precision.codes import pack_nibbles
 from engine.layers.precision.forms import error_of, form_of, probe
 from engine.layers.precision.product import Offer, held_bytes
+from ipc.messages import Sampling
+from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.kernels.support import DEVICE, randn
 
 
@@ -151,7 +153,7 @@ def test_few_rows_are_widened_many_expanded_and_the_name_says_which(monkeypatch:
     ]
     alone = QuantizedLinear(weight, None, replace(found, from_rows=(1,), forms=(few,)))
     assert layer.nbytes == alone.nbytes, "both hold the same tensors"
-    assert alone.nbytes == pytest.approx(32 * 256 / 2 + 2 * 2 * 32 * 4 + 256 * 4)
+    assert alone.nbytes == 32 * 256 / 2 + 2 * 32 * (2 + 1) + 256 * 4, "codes, scales, zeros, AWQ's factors"
     x = randn(70, 256)
     whole = x @ weight.dequantize().t()
     torch.testing.assert_close(layer(x), whole, rtol=0.02, atol=0.02 * float(whole.abs().max()))
@@ -192,3 +194,25 @@ def test_weights_are_expanded_part_by_part(offer: Offer, monkeypatch: pytest.Mon
         assert max(largest) <= 20 * 36
         assert y.shape == (3, weight.shape[0])
         assert error_of(form, weight, randn(3, weight.shape[1])) <= max(error, form.error)
+
+
+def test_each_step_names_the_kernel_that_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights brought to int8 in a running engine: few rows are widened, a long prompt is not."""
+    few, many = forms("int8").values()
+    monkeypatch.setattr(choice, "precision_forms", lambda *_: [few, few, many])
+    monkeypatch.setattr(
+        choice,
+        "measure",
+        lambda *_: {
+            few: dict(zip(choice.PROBE_ROWS, (1, 1, 9, 9, 9), strict=True)),
+            many: dict.fromkeys(choice.PROBE_ROWS, 3),
+        },
+    )
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2}
+    loaded = load(tiny_folder("llama", head_dim=8, **sizes), torch.bfloat16)
+    engine = Engine(loaded, weight_dtype="int8")
+    rid = engine.submit(list(range(5, 17)), Sampling(max_tokens=3, ignore_eos=True))
+    engine.run()
+    assert len(engine.ids(rid)) == 3
+    ran = [step.kernels.partition(",")[0] for step in engine.heard.steps]
+    assert ran == ["linear=int8:triton-dequant", "linear=int8:triton", "linear=int8:triton"]
