@@ -25,8 +25,7 @@ from engine.identity import answer_identity, kv_identity
 from engine.knob_store import KnobStore, Proposal
 from engine.layout import Layout, layout_of
 from engine.mailbox import Cancel, Closed, Fetched, Mailbox, StopFound
-from engine.memory import host_pool_bytes
-from engine.memory_profile import profile
+from engine.memory_profile import size_pool
 from engine.metrics import MeterReader, Meters, StageTotals
 from engine.models.loader import LoadedModel, load_model
 from engine.models.reading import Progress
@@ -118,16 +117,7 @@ class EngineCore:
             progress=progress or (lambda *_: None),
             wanted=DraftWeights.of(knobs.values),
         )
-        self.memory_profile = (
-            profile(self.runner, knobs.values, config.gpu_memory_utilization)
-            if device.type == "cuda"
-            else None
-        )
-        if config.kv_pool_bytes is None and self.memory_profile is not None:  # such a pool fills the card
-            left = self.memory_profile.pool_bytes(config.gpu_memory_utilization)
-            self.pool_bytes = self.drafts.leave_room(left)
-        else:
-            self.pool_bytes = config.kv_pool_bytes or host_pool_bytes()
+        self.memory_profile, self.pool_bytes = size_pool(config, self.runner, self.drafts, knobs.values)
         without_host = {**knobs.values, "kv_host_gib": 0.0, "preemption": "recompute"}
         self.layout: Layout = layout_of(without_host, self.runner, self.pool_bytes)  # what is really there
         layout = self.layout

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 import torch
 
 from engine.batch import TextRow
+from engine.config import EngineConfig
 from engine.graphs import driver
 from engine.graphs.switch import BUDGET_BYTES
+from engine.memory import host_pool_bytes
 from engine.out_of_memory import ERRORS, CardMemory, recover, text_of
 from engine.runner import ModelRunner
 from engine.speculation.base import Draft
+from engine.speculation.draft_models import DraftModels
 from ipc.messages import KnobValue, Sampling
 
 log = logging.getLogger(__name__)
@@ -101,6 +104,24 @@ class MemoryProfile:
         return left
 
 
+def size_pool(
+    config: EngineConfig, runner: ModelRunner, drafts: DraftModels, values: Mapping[str, KnobValue]
+) -> tuple[MemoryProfile | None, int]:
+    """What a card's memory is needed for, None on a CPU, and the bytes of the KV pool.
+
+    See `EngineConfig`. MemoryError if there is no room for the largest step, or then for a pool.
+    """
+    found = None
+    if runner.device.type == "cuda":
+        found = profile(runner, values, config.gpu_memory_utilization)
+    if config.kv_pool_bytes is not None:
+        return found, config.kv_pool_bytes
+    if found is None:
+        return None, host_pool_bytes()
+    # Such a pool fills the card, so that what may come later has to be thought of.
+    return found, drafts.leave_room(found.pool_bytes(config.gpu_memory_utilization))
+
+
 def profile(runner: ModelRunner, values: Mapping[str, KnobValue], utilization: float) -> MemoryProfile:
     """Run the largest step that ``values`` allow on a GPU. There must be no pool, and there is none after it.
 
@@ -125,7 +146,8 @@ def profile(runner: ModelRunner, values: Mapping[str, KnobValue], utilization: f
         recover(error, device)
         raise MemoryError(
             f"the largest step, {largest.tokens} tokens of {largest.rows} requests, does not fit beside the "
-            f"weights: {why}; lower max_num_batched_tokens or max_num_seqs"
+            f"weights: {why}; lower max_num_batched_tokens, max_num_seqs or max_model_len, or choose another "
+            "attention"
         ) from error
     finally:
         runner.free_kv()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from engine import memory_profile
+from engine.config import EngineConfig
 from engine.graphs import driver
 from engine.graphs.switch import BUDGET_BYTES
-from engine.memory_profile import LargestStep, MemoryProfile, profile
+from engine.memory_profile import LargestStep, MemoryProfile, profile, size_pool
 from engine.state import state_of
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.fake_card import GIB, FakeCard, card
@@ -124,3 +128,23 @@ def test_a_model_that_is_longer_than_any_pool_is_measured_with_what_a_pool_can_h
     card.free = card.total // 2 + 10 * per_block + 1
     profile(engine.core.runner, values(engine, max_num_seqs=1, max_num_batched_tokens=32), 0.5)
     assert int(batches[0].rows.lengths.max()) == 160
+
+
+def test_the_pool_is_what_is_left_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size that was asked for stands, and the card is measured all the same; a CPU is not measured."""
+    measured = MemoryProfile(80 * GIB, 30 * GIB, 3 * GIB, GIB)
+    asked: list[float] = []
+    monkeypatch.setattr(memory_profile, "host_pool_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr(
+        memory_profile, "profile", lambda runner, values, share: asked.append(share) or measured
+    )
+    drafts: Any = SimpleNamespace(leave_room=lambda left: left - 2 * GIB)
+    card_runner: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    host_runner: Any = SimpleNamespace(device=torch.device("cpu"))
+    own = EngineConfig(model=Path("m"), gpu_memory_utilization=0.9)
+    fixed = EngineConfig(model=Path("m"), kv_pool_bytes=GIB)
+    assert size_pool(own, card_runner, drafts, {}) == (measured, 36 * GIB)
+    assert size_pool(fixed, card_runner, drafts, {}) == (measured, GIB)
+    assert asked == [0.9, 0.85]
+    assert size_pool(own, host_runner, drafts, {}) == (None, 2 * GIB)
+    assert size_pool(fixed, host_runner, drafts, {}) == (None, GIB)
