@@ -1,0 +1,79 @@
+"""What the device itself reaches: memory, matrix products, launches. Fractions elsewhere are of these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.gpu.check.context import Context
+from tests.gpu.check.timing import Timer
+
+NODES = 300  # about as many kernels as a step of an 8B model has
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Bytes, operations and seconds. What a device does not have is None, and ``missing`` says why."""
+    timer, settings, device = context.timer, context.settings, context.device
+    found: dict[str, Any] = {"missing": {}}
+    found["copy_bytes_per_s"], found["read_bytes_per_s"] = _memory(timer, settings.buffer_bytes, device)
+    timer.free()
+    found["bf16_flops_per_s"] = _bf16(timer, settings.product, device)
+    try:
+        found["fp8_flops_per_s"] = _fp8(timer, settings.product, device)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        found["fp8_flops_per_s"] = None
+        found["missing"]["fp8_flops_per_s"] = str(error).splitlines()[0][:300]
+    found |= _launches(timer, device, found["missing"])
+    return found
+
+
+def _memory(timer: Timer, nbytes: int, device: torch.device) -> tuple[float, float]:
+    """Bytes a second of a copy, read and written, and of reading alone."""
+    source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    rows = source.view(-1, 1 << 12)  # a maximum over the last dimension streams
+    copy = 2 * source.nbytes / timer.kernel_s([lambda: target.copy_(source)])
+    return copy, source.nbytes / timer.kernel_s([lambda: rows.amax(dim=-1)])
+
+
+def _bf16(timer: Timer, n: int, device: torch.device) -> float:
+    x, weight = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
+    return 2 * n**3 / timer.kernel_s([lambda: F.linear(x, weight)])
+
+
+def _fp8(timer: Timer, n: int, device: torch.device) -> float:
+    """With a scale for each row and column, as linear layers use it."""
+    x, weight = (torch.randn(n, n, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    ones = torch.ones(n, device=device)
+
+    def product() -> torch.Tensor:
+        return torch._scaled_mm(
+            x, weight.t(), scale_a=ones.unsqueeze(1), scale_b=ones.unsqueeze(0), out_dtype=torch.bfloat16
+        )
+
+    return 2 * n**3 / timer.kernel_s([product])
+
+
+def _launches(timer: Timer, device: torch.device, missing: dict[str, str]) -> dict[str, float | None]:
+    """Seconds for a node of a graph that does next to nothing, and for a launch from Python."""
+    one = torch.zeros(1, device=device)
+    found: dict[str, float | None] = {"graph_node_s": None}
+    found["torch_launch_s"] = timer.wall_s(lambda: [one.add_(1) for _ in range(NODES)]) / NODES
+    if timer.on_card:
+        graph = timer.captured(lambda: [one.add_(1) for _ in range(NODES)])
+        found["graph_node_s"] = timer.events_s(graph.replay) / NODES
+        found["triton_launch_s"] = _triton_launch_s(timer, device)
+    else:
+        found["triton_launch_s"] = None
+        missing["graph_node_s"] = missing["triton_launch_s"] = "no CUDA"
+    return found
+
+
+def _triton_launch_s(timer: Timer, device: torch.device) -> float:
+    from engine.kernels.rmsnorm import add_rmsnorm
+
+    residual, y = (torch.ones(1, 512, dtype=torch.bfloat16, device=device) for _ in range(2))
+    launch = add_rmsnorm(None, residual, residual[0], 1e-5, y)
+    return timer.wall_s(lambda: [launch.run() for _ in range(NODES)]) / NODES

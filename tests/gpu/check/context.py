@@ -1,0 +1,53 @@
+"""What stages share: the settings, the clock, what was found so far, and the model once it is made."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.gpu.check.results import Results
+from tests.gpu.check.settings import Settings
+from tests.gpu.check.timing import Timer
+
+if TYPE_CHECKING:
+    from tests.gpu.check.model import Model
+
+
+@dataclass
+class Context:
+    settings: Settings
+    results: Results
+    device: torch.device
+    timer: Timer
+    started_s: float = field(default_factory=time.perf_counter)
+    model: Model | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return self.settings.deadline_s - (time.perf_counter() - self.started_s)
+
+    def ceilings(self) -> dict[str, Any]:
+        """What the device reaches. RuntimeError if that was not measured."""
+        found = self.results.of("ceilings")
+        if found is None:
+            raise RuntimeError(f"there are no ceilings to compare with: {self.results.why_not('ceilings')}")
+        return found
+
+    def the_model(self) -> Model:
+        """The model with random weights, made when it is first asked for."""
+        from tests.gpu.check.model import Model
+
+        if self.model is None:
+            self.model = Model(self.settings, self.device)
+        return self.model
+
+    def drop_model(self) -> None:
+        """Give its memory back."""
+        if self.model is not None:
+            self.model.close()
+        self.model = None
+        self.timer.free()

@@ -1,0 +1,127 @@
+"""What was measured against the goals, each a part of the floor that was measured on the same device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.gpu.check.results import Results
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """``measure`` gives parts of the floor by name from what the stage found; the worst one counts."""
+
+    case: str
+    share: float
+    stage: str
+    measure: Callable[[Found], dict[str, float]]
+    at_most: bool = False
+
+
+def _cell(name: str) -> Callable[[Found], dict[str, float]]:
+    return lambda found: {name: found["cells"][name]["of_floor"]} if name in found["cells"] else {}
+
+
+def _kernels(pattern: str, least: int) -> Callable[[Found], dict[str, float]]:
+    """Kernels whose name fits, with at least so many rows: the number that the pattern's group holds."""
+
+    def measure(found: Found) -> dict[str, float]:
+        fitting = {name: re.fullmatch(pattern, name) for name in found["kernels"]}
+        return {
+            name: found["kernels"][name]["of_roofline"]
+            for name, fits in fitting.items()
+            if fits is not None and int(fits.group(1)) >= least
+        }
+
+    return measure
+
+
+def _prompts(found: Found) -> dict[str, float]:
+    return {f"{length} tokens": row["of_floor"] for length, row in found["prompts"].items()}
+
+
+def _loop(found: Found) -> dict[str, float]:
+    loads = found["loads"].items()
+    return {name: row["beyond_forward"] for name, row in loads if row["beyond_forward"] is not None}
+
+
+GOALS = (
+    Goal("bf16, batch 1", 0.80, "decode", _cell("bf16, batch 1, 1024")),
+    Goal("bf16, batch 64, 1k", 0.80, "decode", _cell("bf16, batch 64, 1024")),
+    Goal("fp8 weights, batch 1", 0.65, "decode_fp8", _cell("fp8 weights, batch 1, 1024")),
+    Goal(
+        "fp8 weights and KV, batch 128, 1k", 0.72, "decode_fp8", _cell("fp8 weights and KV, batch 128, 1024")
+    ),
+    Goal("prefill bf16 2k / 8k", 0.78, "prefill", _prompts),
+    Goal(
+        "decode attention, batch >= 32", 0.80, "rooflines",
+        _kernels(r"attention decode \w+, batch (\d+), \d+", 32),
+    ),
+    Goal(
+        "fused elementwise, >= 256 tokens", 0.85, "rooflines",
+        _kernels(r"(?:add_rmsnorm|silu_mul|qkv)(?: to e4m3)?, (\d+) tokens", 256),
+    ),
+    Goal("engine loop beyond graph replay, batch 64", 0.05, "serving", _loop, at_most=True),
+)  # fmt: skip
+
+
+def rows(results: Results) -> list[dict[str, Any]]:
+    """One row for each goal: met, missed, or not measured and why."""
+    return [_row(goal, results) for goal in GOALS]
+
+
+def _row(goal: Goal, results: Results) -> dict[str, Any]:
+    sign = "at most" if goal.at_most else "at least"
+    row: dict[str, Any] = {"case": goal.case, "goal": f"{sign} {goal.share:.0%}", "measured": None, "why": ""}
+    found = results.of(goal.stage)
+    if found is None:
+        return row | {"verdict": "not measured", "why": results.why_not(goal.stage)}
+    parts = goal.measure(found)
+    if not parts:
+        missing = found.get("not_run") or {}
+        return row | {"verdict": "not measured", "why": _missing(goal.stage, missing, results)}
+    worst = (max if goal.at_most else min)(parts, key=lambda name: parts[name])
+    met = parts[worst] <= goal.share if goal.at_most else parts[worst] >= goal.share
+    why = f"the worst of {len(parts)}: {worst}" if len(parts) > 1 else ""
+    if results.data["identity"]["device"] == "cpu":
+        return row | {"verdict": "not measured", "why": "a dry run on a CPU says nothing of a card"}
+    return row | {"verdict": "met" if met else "missed", "measured": parts[worst], "why": why}
+
+
+def _missing(stage: str, missing: dict[str, str], results: Results) -> str:
+    if results.data["identity"]["tiny"]:
+        return "not among the shapes of a dry run"
+    reasons = "; ".join(f"{name}: {why}" for name, why in list(missing.items())[:2])
+    return f"{stage} has no such figure" + (f" ({reasons})" if reasons else "")
+
+
+def table(results: Results) -> str:
+    """The rows, and where what else was measured stands, for a terminal."""
+    head = ("case", "goal", "measured", "verdict", "why")
+    body = [
+        (
+            row["case"], row["goal"], "-" if row["measured"] is None else f"{row['measured']:.1%}",
+            row["verdict"], row["why"][:90],
+        )
+        for row in results.data["summary"]
+    ]  # fmt: skip
+    lines = [*_aligned([head, *body]), "", *_stages(results), "", f"results: {results.path.name}"]
+    return "\n".join(lines)
+
+
+def _aligned(cells: list[tuple[str, ...]]) -> Iterable[str]:
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    for row in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _stages(results: Results) -> Iterable[str]:
+    for name, stage in results.data["stages"].items():
+        failed = (stage.get("result") or {}).get("failed")
+        note = f", {len(failed)} failed: {', '.join(failed)}" if failed else ""
+        yield f"{name:15} {stage['status']:8} {stage['seconds']:7.1f} s{note}"[:160]

@@ -1,0 +1,196 @@
+"""The check of a card, run without one: every stage on small shapes, and how the run through them behaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.check import stages, summary
+from tests.gpu.check.context import Context
+from tests.gpu.check.results import Results
+from tests.gpu.check.settings import LLAMA_3_8B, Settings
+from tests.gpu.check.stages import Stage
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "packaging" / "gpu_check.py"
+CASES = (
+    "bf16, batch 1", "bf16, batch 64, 1k", "fp8 weights, batch 1", "fp8 weights and KV, batch 128, 1k",
+    "prefill bf16 2k / 8k", "decode attention, batch >= 32", "fused elementwise, >= 256 tokens",
+    "engine loop beyond graph replay, batch 64",
+)  # fmt: skip
+SOURCE = {"commit": "abc", "changed_files": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_dry_run_runs_every_stage(tmp_path: Path) -> None:
+    """In a process of its own, for kernels either run in the interpreter or are compiled."""
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(out)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=580, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text("utf-8"))
+    assert tuple(found["stages"]) == stages.NAMES
+    for name, stage in found["stages"].items():
+        assert stage["status"] == "ok", (name, stage)
+        assert {"seconds", "commit", "changed_files", "result"} <= set(stage), name
+    results = {name: stage["result"] for name, stage in found["stages"].items()}
+    assert results["environment"]["packages"]["torch"]
+    ceilings = results["ceilings"]
+    assert min(ceilings["copy_bytes_per_s"], ceilings["read_bytes_per_s"], ceilings["bf16_flops_per_s"]) > 0
+    assert ceilings["missing"]["graph_node_s"] == "no CUDA"
+    assert results["correctness"]["failed"] == {}
+    assert len(results["correctness"]["off"]) > 25
+    assert results["rooflines"]["not_run"] == {}
+    cells = results["decode"]["cells"] | results["decode_fp8"]["cells"]
+    assert len(cells) == len(Settings("cpu", True, 1.0, None, out).grid)
+    assert all(min(cell["floor_ms"], cell["tpot_ms"]) > 0 for cell in cells.values())
+    assert any("fp8" in cell["kernels"] for cell in cells.values())
+    assert results["parity"]["relative_error"] < 1e-5
+    assert results["parity"]["top1_agreement_where_clear"] == 1.0
+    assert set(results["serving"]["loads"]) == {"16 bits", "all on"}
+    assert {"attention", "kv_dtype", "weight_dtype", "overlap"} <= set(results["knobs"]["off"])
+    assert "cuda_graphs" in results["knobs"]["not_run"]
+    assert results["generate"]["runs"] or results["generate"]["absent"]
+    assert results["generate_batch"]["runs"] or results["generate_batch"]["absent"]
+    assert tuple(row["case"] for row in found["summary"]) == CASES
+    assert {row["verdict"] for row in found["summary"]} == {"not measured"}
+    assert all(case in done.stdout for case in CASES)
+    text = out.read_text("utf-8")
+    assert not re.search(r'"/|/home|/work|/tmp|/usr', text), "a path of this machine was written down"
+    assert socket.gethostname() not in text
+
+
+def run_stages(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Callable[[Context], Any]],
+    **changes: Any,
+) -> tuple[int, dict[str, Any]]:
+    """These stages through the real run; the exit code and the file."""
+    made = tuple(Stage(name, run, 0.0) for name, run in given.items())
+    monkeypatch.setattr(stages, "STAGES", made)
+    values: dict[str, Any] = {"device": "cpu", "tiny": True, "deadline_s": 60.0, "only": None}
+    settings = Settings(out=tmp_path / "gpu.json", **(values | changes))
+    code = stages.run(settings)
+    return code, json.loads(settings.out.read_text("utf-8"))
+
+
+def _fails(context: Context) -> dict[str, Any]:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
+
+
+def test_a_stage_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"first": _fails, "second": lambda context: {"figure": 3}}
+    code, found = run_stages(tmp_path, monkeypatch, given)
+    assert code == 1
+    assert found["stages"]["first"]["status"] == "failed"
+    assert "Tried to allocate 7.00 GiB" in found["stages"]["first"]["error"]
+    assert str(ROOT) not in found["stages"]["first"]["error"]
+    assert found["stages"]["second"]["result"] == {"figure": 3}
+
+
+def test_the_deadline_ends_what_runs_and_leaves_out_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forever(context: Context) -> dict[str, Any]:
+        time.sleep(50)
+        return {}
+
+    began = time.monotonic()
+    _, found = run_stages(tmp_path, monkeypatch, {"long": forever}, deadline_s=0.5)
+    assert time.monotonic() - began < 20
+    assert "still running at the deadline" in found["stages"]["long"]["error"]
+    late = {"late": lambda context: {"figure": 1}}
+    made = Stage("late", late["late"], 30.0)
+    monkeypatch.setattr(stages, "STAGES", (made,))
+    settings = Settings("cpu", False, 10.0, None, tmp_path / "late.json")
+    assert stages.run(settings) == 1
+    stage = json.loads(settings.out.read_text("utf-8"))["stages"]["late"]
+    assert stage["status"] == "skipped"
+    assert "it takes 30 s at least" in stage["error"]
+
+
+def test_a_rerun_keeps_what_it_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {"a": lambda context: {"figure": 1}, "b": lambda context: {"figure": 2}}
+    run_stages(tmp_path, monkeypatch, first)
+    again = {"a": lambda context: {"figure": 10}, "b": _fails}
+    code, found = run_stages(tmp_path, monkeypatch, again, only=("a",))
+    assert code == 0
+    assert [found["stages"][name]["result"]["figure"] for name in "ab"] == [10, 2]
+    settings = Settings("cpu", False, 60.0, ("a",), tmp_path / "gpu.json")
+    assert stages.run(settings) == 2  # of other shapes: nothing is put together that does not belong together
+
+
+def test_arguments_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
+    for arguments, why in (
+        (["--device", "cpu"], "needs --tiny"),
+        (["--only", "nonsense"], "no stage nonsense"),
+    ):
+        command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "x.json"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 2
+        assert why in done.stderr
+
+
+def held(tmp_path: Path, found: dict[str, Any]) -> Results:
+    """Results of a card, stage by stage."""
+    identity = {"device": "a card", "tiny": False, "config": LLAMA_3_8B}
+    results = Results(tmp_path / "gpu.json", identity, SOURCE, keep=False)
+    for stage, result in found.items():
+        results.put(stage, "ok", 1.0, result=result)
+    return results
+
+
+def test_figures_are_judged_by_the_worst_of_them(tmp_path: Path) -> None:
+    kernels = {
+        "attention decode bf16, batch 32, 1024": {"of_roofline": 0.83},
+        "attention decode e4m3, batch 128, 4096": {"of_roofline": 0.79},
+        "attention decode bf16, batch 8, 1024": {"of_roofline": 0.2},  # of a batch below 32
+        "silu_mul, 256 tokens": {"of_roofline": 0.9},
+        "qkv to e4m3, 2048 tokens": {"of_roofline": 0.86},
+        "add_rmsnorm, 64 tokens": {"of_roofline": 0.1},
+    }
+    cells = {"bf16, batch 1, 1024": {"of_floor": 0.8}, "bf16, batch 64, 1024": {"of_floor": 0.7}}
+    loads = {"16 bits": {"beyond_forward": 0.03}, "all on": {"beyond_forward": 0.06}}
+    results = held(
+        tmp_path,
+        {"rooflines": {"kernels": kernels}, "decode": {"cells": cells}, "serving": {"loads": loads},
+         "decode_fp8": {"cells": {}, "not_run": {"fp8 weights, batch 1, 1024": "no time"}}},
+    )  # fmt: skip
+    rows = {row["case"]: row for row in summary.rows(results)}
+    assert tuple(rows) == CASES
+    verdicts = {case: (row["verdict"], row["measured"]) for case, row in rows.items()}
+    assert verdicts == {
+        CASES[0]: ("met", 0.8), CASES[1]: ("missed", 0.7), CASES[2]: ("not measured", None),
+        CASES[3]: ("not measured", None), CASES[4]: ("not measured", None), CASES[5]: ("missed", 0.79),
+        CASES[6]: ("met", 0.86), CASES[7]: ("missed", 0.06),
+    }  # fmt: skip
+    assert "batch 128, 4096" in rows[CASES[5]]["why"]
+    assert "no time" in rows[CASES[2]]["why"]
+    assert rows[CASES[4]]["why"] == "prefill was not run"
+    results.data["summary"] = list(rows.values())
+    assert "missed" in summary.table(results)
+
+
+def test_the_grid_is_that_of_the_goals() -> None:
+    """The cells that goals are of exist, and each precision has every batch and context."""
+    grid = Settings("cuda", False, 420.0, None, Path("x")).grid
+    names = {cell.name for cell in grid}
+    assert len(names) == len(grid) == 5 * 2 * 3
+    assert {"bf16, batch 1, 1024", "bf16, batch 64, 1024", "fp8 weights, batch 1, 1024"} <= names
+    assert "fp8 weights and KV, batch 128, 1024" in names
