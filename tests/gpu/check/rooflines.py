@@ -230,7 +230,7 @@ def _product(
     x = torch.randn(n, cols, device=device).to(BF16)
     moved = out * cols * width + n * (cols + out) * 2
     calls: list[Work] = []
-    for _ in range(context.timer.copies(int(out * cols * width), most=8)):
+    for _ in range(context.timer.copies(int(out * cols * width), most=16)):
         plain = torch.empty(out, cols, dtype=BF16, device=device).normal_(std=0.02)
         if kind == "bf16":
             calls.append(lambda w=plain: F.linear(x, w))  # type: ignore[misc]

@@ -35,7 +35,7 @@ class Timer:
             return 1 << 16
         return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
-    def copies(self, nbytes: int, most: int = 16) -> int:
+    def copies(self, nbytes: int, most: int = 48) -> int:
         """Over how many buffers of ``nbytes`` calls must go around so that none finds its own in a cache."""
         if self._quick:
             return 1
