@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionPlan, Needs, Rows, ToDevice
@@ -68,6 +69,15 @@ def _is_paged() -> bool:
     return attend is not None and {"block_table", "seqused_k"} <= _takes(attend)
 
 
+def _runs_its_own() -> bool:
+    """Whether torch runs the FlashAttention 2 that it brings, as long as nobody in the process changed that.
+
+    Beside block tables it needs ``cu_seq_k`` too, which versions 3 and 4 refuse there.
+    """
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return current is None or current() in (None, "FA2")
+
+
 class VarlenAttention:
     """See `engine.attention.base.AttentionBackend`."""
 
@@ -106,6 +116,7 @@ class _VarlenPlan:
         self._gathers = gathers  # by window; empty where block tables are read
         self._kv = kv
         self._windows = spec.layer_windows
+        self._takes_both = _runs_its_own()
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         window = self._windows[layer]
@@ -118,8 +129,9 @@ class _VarlenPlan:
 
     def _in_place(self, layer: int, q: Tensor, span: Span, window: int | None) -> Tensor:
         keys, values = pages(self._kv, layer)
+        cu_k = span.cu_k if self._takes_both else None
         out: Tensor = self._attend(
-            q[span.first : span.last], keys, values, span.cu_q, None, span.max_q, span.max_k,
+            q[span.first : span.last], keys, values, span.cu_q, cu_k, span.max_q, span.max_k,
             window_size=kernel_window(window, span.max_q), seqused_k=span.lengths,
             block_table=span.tables, **self._options,
         )  # fmt: skip

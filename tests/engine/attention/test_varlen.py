@@ -133,6 +133,13 @@ def test_steps_of_one_kind_equal_the_reference(
         check(get_backend("varlen", CUDA), spec_of(4, 2, 16, 300), STEPS[kind], block)
 
 
+def test_a_version_that_torch_was_told_to_run_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_has(monkeypatch, fakes.varlen_attn_2_12)
+    monkeypatch.setattr(fakes, "OTHERS_RUN", True)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    check(get_backend("varlen", CUDA), spec_of(4, 2, 16, None), MIXED)
+
+
 def test_single_tokens_are_told_to_a_kernel_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     """They go apart, and without a mask, so that the kernel packs heads and splits keys."""
     seen: list[tuple[int, tuple[int, int]]] = []

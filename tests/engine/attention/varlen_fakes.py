@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 Window = tuple[int | None, int | None]
+OTHERS_RUN = False  # whether torch was told to run another version than its own
 
 
 def _need(condition: bool, what: str) -> None:
@@ -79,7 +80,7 @@ def varlen_attn_2_12(
     _need((return_aux, scale, num_splits) == (None, None, None), "not of this stand-in")
     assert block_table is not None
     assert seqused_k is not None
-    assert cu_seq_k is None
+    _need((cu_seq_k is None) == OTHERS_RUN, "FA2 needs cu_seq_k for paged keys, FA3 and FA4 refuse it")
     keys = _paged(key, value, block_table, seqused_k, 256)
     _need(int(seqused_k.max()) <= max_k, "a row has more keys than max_k")
     return _rows(query, keys, cu_seq_q, max_q, False, window_size)
