@@ -47,8 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
-    from tests.gpu.check import stages
-    from tests.gpu.check.settings import Settings
+    try:
+        from tests.gpu.check import stages
+        from tests.gpu.check.settings import Settings
+    except ModuleNotFoundError as error:
+        cli.error(f"{error}; install what packaging/requirements.txt names, or put it on PYTHONPATH")
 
     only = None if options.only is None else tuple(name.strip() for name in options.only.split(","))
     unknown = set(only or ()) - set(stages.NAMES)

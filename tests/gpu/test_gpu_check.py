@@ -55,6 +55,9 @@ def test_the_dry_run_runs_every_stage(tmp_path: Path) -> None:
     assert ceilings["missing"]["graph_node_s"] == "no CUDA"
     assert results["correctness"]["failed"] == {}
     assert len(results["correctness"]["off"]) > 25
+    attention = results["correctness"]["attention"]
+    assert attention["sdpa"]["ran"] == "sdpa"
+    assert attention["varlen"] == {"why_not": "its kernels run on an NVIDIA GPU, not on cpu"}
     assert results["rooflines"]["not_run"] == {}
     cells = results["decode"]["cells"] | results["decode_fp8"]["cells"]
     assert len(cells) == len(Settings("cpu", True, 1.0, None, out).grid)

@@ -18,6 +18,7 @@ from engine.kernels.rmsnorm import add_rmsnorm
 from engine.kernels.sample import sample
 from tests.engine.kernels.support import poisoned, randn
 from tests.engine.kernels.test_paged_attention import step
+from tests.gpu.check import backends
 from tests.gpu.check.cases import BF16, TINY, Case, Outputs, Sizes, attend, cases, draws, hopper
 from tests.gpu.check.context import Context
 
@@ -46,6 +47,9 @@ def run(context: Context) -> dict[str, Any]:
             last = traceback.format_exception_only(error)[-1].strip()
             found["failed"][name] = last[:500]
         context.timer.free()
+    found["attention"] = backends.run(context)
+    wrong = {f"attention={k}": v["failed"] for k, v in found["attention"].items() if "failed" in v}
+    found["failed"] |= wrong
     if not found["off"]:
         raise AssertionError(f"no kernel is right: {found['failed']}")
     return found
