@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,20 @@ class Flight:
     chosen: Chosen
     forward: Timer
 
-    def land(self) -> StepOutput:
-        """Wait for the tokens and take them, as `engine.choosing` does where the host chooses. Any thread."""
+    def feeds(self, prepared: Prepared) -> bool:
+        """Whether a step may be launched right behind this one: the tokens that it lacks are chosen here."""
+        mine, other = self.prepared.replay, prepared.replay
+        if mine is None or other is None or mine.forward is not other.forward:
+            return False
+        here = {row.rid for row in self.prepared.batch.sampled_rows}
+        lacking = (request.rid for _, request, _ in prepared.batch.pending)
+        return mine.shape.feeds and other.shape.feeds and here.issuperset(lacking)
+
+    def land(self, entries: Sequence[int] | None = None) -> StepOutput:
+        """Wait for the tokens and take them, as `engine.choosing` does where the host chooses. Any thread.
+
+        entries: of the plan that still count. The blocks of all are cleaned of what is not finite.
+        """
         batch, kv = self.prepared.batch, self.prepared.kv
         make_current(kv.device)
         ids, finite = self.chosen.read()
@@ -38,6 +51,8 @@ class Flight:
             else:
                 put_sampled(sampled, batch, kv, out)
             fail_nonfinite(finite, batch, kv, out)
+        if entries is not None:
+            out.keep(entries)
         self.prepared.tell(out)
         out.forward_s = self.forward.elapsed_s()
         out.sample_s = time.perf_counter() - began

@@ -177,7 +177,8 @@ _BATCHING = (
         type="bool",
         default=False,
         help="The next step is planned and prepared, and the answers of the last one are sent, while the "
-        "current step computes.",
+        "current step computes. Where graphs choose the tokens (CUDA graphs with fused sampling) it is "
+        "launched too, and takes its tokens on the device, before the host has read them.",
     ),
 )
 

@@ -326,6 +326,7 @@ class EngineCore:
         if flew:
             if self._may_stage():
                 step = pipeline.stage(self._doomed)
+                pipeline.launch_ahead(step)
             landing = self._land()
             step = pipeline.settle(step, landing) if step is not None else None
             if step is None:

@@ -2,8 +2,14 @@
 
 There is one path, whether or not steps overlap. Without overlap a step lands as soon as it is launched. With
 it the step computes on a thread of its own, and the next one is staged meanwhile: at most one step is in
-flight and one is staged. What a plan assumes is marked when it is launched, not when its result is known, so
-the next plan goes on from there; a plan that is never launched has only taken blocks and seats.
+flight and one is staged. Where the tokens are chosen on the device and fed to the next step there, that one
+is launched as soon as it is staged, so that the device never waits for the host; what is known of it on the
+host changes when the one before has landed, as always. Requests that turn out to have ended were computed
+for once more then, and nobody takes what they got.
+
+What a plan assumes is marked when it is launched (or when the step before has landed, if that comes later),
+not when its result is known, so the next plan goes on from there; a plan that is never launched has only
+taken blocks and seats.
 
 Nothing is staged behind a step with drafts, as nobody knows how many tokens it will bring. And drafts are
 only put into a step that is staged while none is in flight, as they follow the newest token.
@@ -20,6 +26,7 @@ import torch
 
 from engine import out_of_memory
 from engine.answer import Answers
+from engine.flight import Flight
 from engine.forward_worker import ForwardWorker, Outcome, compute
 from engine.metrics import MeterReader, StageTotals, StepClock, hidden_ns, step_row
 from engine.plan import ScheduledRequest, StepPlan
@@ -48,6 +55,8 @@ class Step:
     number: int = 0
     has_copies: bool = False
     outcome: Outcome | None = None  # of a step that was computed on the step thread
+    flight: Flight | None = None  # of a step that was launched with the choice of its tokens
+    entries: list[int] | None = None  # of what was launched that still count, None: all
     freed_slots: list[int] = field(default_factory=list)
 
 
@@ -84,6 +93,7 @@ class Pipeline:
         self._check = check
         self._worker = ForwardWorker(clock_ns)
         self._flight: Step | None = None
+        self._ahead: Step | None = None  # launched, while the one before has not landed
         self._unlaunched = StepPlan()  # what plans that were not launched did all the same
         self._ended_ns = 0  # of the last step that landed
         self._beyond_ns = 0
@@ -107,8 +117,9 @@ class Pipeline:
     def release(self, slot: int) -> None:
         """A slot was left: forget it, in the runner once no step that uses it is in flight."""
         self._speculator.release(slot)
-        if self._flight is not None:
-            self._flight.freed_slots.append(slot)
+        last = self._ahead or self._flight
+        if last is not None:
+            last.freed_slots.append(slot)
         else:
             self._runner.release(slot)
 
@@ -139,36 +150,65 @@ class Pipeline:
             self._preempt_admitted(plan)
         ended = [row for row in plan.scheduled if not row.request.is_running]
         if landing == "clean" and ended:
+            if step.flight is not None:  # launched with them
+                step.entries = [i for i, row in enumerate(plan.scheduled) if row.request.is_running]
             _drop(plan, ended)
-            self._prepare(step)
+            if step.flight is None:
+                self._prepare(step)
         if landing == "clean" and plan.scheduled:
             return step
         self.forgo(step)
         return None
 
     def forgo(self, step: Step) -> None:
-        """A staged step will not be launched: the next one reports what planning it did."""
+        """A staged step will not be launched: the next one reports what planning it did.
+
+        Of one that was launched ahead nobody takes anything, and what it left is clean when this returns.
+        """
+        if step.flight is not None:
+            step.flight.land()
+            self._ahead = None
+            for slot in step.freed_slots:
+                self._runner.release(slot)
         _absorb(self._unlaunched, step.plan)
 
+    def launch_ahead(self, step: Step) -> None:
+        """Launch a staged step behind the one in flight if that feeds it. Else it waits for the landing."""
+        before, prepared = self._flight, step.prepared
+        if not self.overlap or before is None or before.flight is None or prepared is None:
+            return
+        # Behind requests that have ended nothing is launched, for their blocks may be another's by then.
+        if before.entries is not None or self._scheduler.has_copies or not before.flight.feeds(prepared):
+            return
+        begin = self._clock_ns()
+        self._try_launch(step, prepared)
+        if step.flight is not None:
+            self._ahead = step
+        step.clock.prepare += self._clock_ns() - begin
+
     def launch(self, step: Step) -> None:
-        """Begin to compute a staged step. The one before must have landed."""
+        """Begin to compute a staged step, if it was not launched ahead. The one before must have landed."""
         plan, clock = step.plan, step.clock
         _absorb(plan, self._unlaunched)
         self._unlaunched = StepPlan()
         self.num_launched += 1
         step.number = self.num_launched
+        self._ahead = None
         begin = self._clock_ns()
-        prepared, error = step.prepared, step.error
-        if prepared is not None:
+        prepared = step.prepared
+        if prepared is not None and step.flight is None:
             try:
                 prepared.fill()
             except STEP_ERRORS as caught:
-                error = caught
-        if prepared is None or error is not None:
-            step.outcome = Outcome(None, error, self._clock_ns())
+                step.error = caught
+            if self.overlap and step.error is None and not self._scheduler.has_copies:
+                self._try_launch(step, prepared)
+        if prepared is None or step.error is not None:
+            step.outcome = Outcome(None, step.error, self._clock_ns())
             self._flight = step
             return
-        copies = self._scheduler.take_copies()
+        # What was ordered since a step was launched ahead is made before the next one.
+        copies = [] if step.flight is not None else self._scheduler.take_copies()
         step.has_copies = bool(copies)
         self._scheduler.advance(plan)
         for row in plan.scheduled:
@@ -178,10 +218,10 @@ class Pipeline:
         clock.launched = self._clock_ns()
         clock.prepare += clock.launched - begin
         self._flight = step
-        ready, runner = prepared, self._runner
+        ready, runner, flight, entries = prepared, self._runner, step.flight, step.entries
 
         def job() -> StepOutput:
-            return runner.compute(ready, copies)
+            return runner.compute(ready, copies) if flight is None else flight.land(entries)
 
         if self.overlap:
             self._worker.start(job)
@@ -212,7 +252,7 @@ class Pipeline:
         """Let the step in flight end and forget it: the engine has failed."""
         if self._flight is not None and self._flight.outcome is None:
             self._worker.outcome()
-        self._flight = None
+        self._flight = self._ahead = None
 
     def set_overlap(self, overlap: bool) -> None:
         """Compute steps on a thread of their own from now on, or not. Nothing may be in flight."""
@@ -234,6 +274,13 @@ class Pipeline:
                 step.error = error
         step.clock.staged = self._clock_ns()
         step.clock.prepare += step.clock.staged - begin
+
+    def _try_launch(self, step: Step, prepared: Prepared) -> None:
+        """Launch a step if the choice of its tokens goes with it."""
+        try:
+            step.flight = self._runner.launch(prepared)
+        except STEP_ERRORS as caught:
+            step.error = caught
 
     def _accept(self, step: Step, out: StepOutput) -> None:
         plan, clock = step.plan, step.clock

@@ -395,13 +395,16 @@ class ModelRunner:
         return out
 
     def launch(self, prepared: Prepared) -> Flight | None:
-        """Begin a filled step whose tokens are chosen in its graph, and wait for nothing.
+        """Begin a step whose tokens are chosen in its graph, and wait for nothing.
 
-        None if its tokens are chosen elsewhere, or if its graph could not be captured: then `compute` it.
+        It is filled, or the step launched before it `feeds` it. None if its tokens are chosen elsewhere, or
+        if its graph could not be captured: then `compute` it.
         """
         replay = prepared.replay
         if replay is None or not replay.chooses:
             return None
+        if not (prepared.batch.filled or replay.shape.feeds):
+            raise RuntimeError("the step was not filled: call fill before launch")
         make_current(self.device)
         with torch.inference_mode():
             forward = Timer(self.device)

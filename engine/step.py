@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,6 +46,12 @@ class StepOutput:
     kv_bytes: int = 0
     flops: int = 0
     kernels: str = "none"
+
+    def keep(self, entries: Sequence[int]) -> None:
+        """Drop what belongs to other requests than these."""
+        for name in ("token_ids", "logprobs", "nonfinite", "accepted"):
+            found = getattr(self, name)
+            setattr(self, name, [found[i] for i in entries])
 
     @classmethod
     def of(cls, count: int) -> StepOutput:

@@ -15,12 +15,14 @@ from torch import Tensor
 from engine.attention.base import Ints
 from engine.batch import Batch
 from engine.graphs.shapes import GraphShape, Kind
+from engine.knobs import MAX_SEQS
 from engine.penalties import SampledRequest, has_penalty
 from engine.sampling import FusedSampling, is_short
 from engine.speculation.rows import draft_rows
 from engine.speculation.verify import DraftSampler, is_drawn
 
 CHOICE_WORDS = 4  # of 64 bits a token, see `FusedSampling.pack`
+NOBODY = MAX_SEQS  # a slot that no request has: where what nobody asked for goes
 COUNTED = 1024  # tokens that occurred, for each row of a shape, that there is room for
 MOST_COUNTED = 8192  # of one row
 ENDS = 16  # tokens hidden for each row of a shape that there is room for
@@ -28,13 +30,20 @@ MOST_ENDS = 128  # of one row: those of a request and of the model
 
 
 class GraphChooser:
-    """Packs what choosing tokens needs, and chooses from it inside a graph."""
+    """Packs what choosing tokens needs, and chooses from it inside a graph.
 
-    def __init__(self, sampler: DraftSampler, fused: FusedSampling, padded: Tensor | None) -> None:
+    Where a shape ``feeds`` the newest token of each slot stays on the device, so that the next step can take
+    it from there before the host has read it.
+    """
+
+    def __init__(
+        self, sampler: DraftSampler, fused: FusedSampling, padded: Tensor | None, device: torch.device
+    ) -> None:
         """padded: ids on the device that no token belongs to, which are never chosen."""
         self.fused = fused
         self._sampler = sampler
         self._padded = padded
+        self._newest = torch.zeros(MAX_SEQS + 1, dtype=torch.int64, device=device)  # of each slot
 
     def kind_of(self, batch: Batch, tokens: int) -> tuple[Kind, str]:
         """What has to be captured for a step in a shape of ``tokens`` tokens; why, where it is the logits."""
@@ -66,7 +75,14 @@ class GraphChooser:
         if shape.kind == "logits":
             return 0
         words = CHOICE_WORDS * shape.tokens
-        return words if shape.kind == "tokens" else words + (_Lists.size(shape.tokens) + 1) // 2
+        if shape.kind == "adjusted":
+            return words + (_Lists.size(shape.tokens) + 1) // 2
+        return words + shape.tokens if shape.feeds else words
+
+    def clear(self, words: Tensor, shape: GraphShape) -> None:
+        """Let what is chosen from ``words``, zeros otherwise, reach no slot."""
+        if shape.feeds:
+            words[CHOICE_WORDS * shape.tokens :] = NOBODY
 
     def fill(self, words: Ints, shape: GraphShape, batch: Batch) -> None:
         """Write what a filled step's choice needs to ``words``."""
@@ -82,6 +98,16 @@ class GraphChooser:
         ).reshape(-1)
         if shape.kind == "adjusted":
             self._fill_lists(words[split:], shape.tokens, rows)
+        elif shape.feeds:
+            words[split : split + len(rows)] = [row.slot for row in rows]
+            words[split + len(rows) :] = NOBODY
+
+    def feed(self, ids: Tensor, shape: GraphShape) -> Tensor:
+        """Ids of a step's tokens, those that are `awaited` replaced by the newest one of their slot."""
+        if not shape.feeds:
+            return ids
+        newest = self._newest.index_select(0, (-1 - ids).clamp(min=0))
+        return torch.where(ids < 0, newest, ids)
 
     def choose(self, logits: Tensor, words: Tensor, shape: GraphShape, ids: Tensor) -> None:
         """Choose ids int64 [tokens] from logits [tokens, vocab_size], which are changed; -1: not finite.
@@ -94,6 +120,8 @@ class GraphChooser:
         packed = words[:split].view(CHOICE_WORDS, shape.tokens)
         if shape.kind == "tokens":
             self.fused.choose_packed(logits, packed, ids)
+            if shape.feeds:  # -1 is no token: whoever gets that one fails, and what follows is of no use
+                self._newest.index_copy_(0, words[split:], ids.clamp(min=0))
             return
         finite = logits.amax(dim=1).isfinite()
         lists = _Lists(words[split:].view(torch.int32), shape.tokens)
@@ -124,6 +152,11 @@ class GraphChooser:
         at, ends = self._sampler.hidden_ends(rows)
         lists.cu_ends.numpy()[1:] = np.bincount(np.array(at, dtype=np.int64), minlength=tokens).cumsum()
         lists.ends.numpy()[: len(ends)] = ends
+
+
+def awaited(slot: int) -> int:
+    """What stands for the newest token of a slot where the host does not know it yet."""
+    return -1 - slot
 
 
 class _Lists:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionPlan, Ints, Rows
 from engine.batch import Batch
-from engine.graphs.choosing import GraphChooser
+from engine.graphs.choosing import GraphChooser, awaited
 from engine.graphs.driver import Arrival, Captured, Driver
 from engine.graphs.shapes import GraphShape, shape_of
 from engine.kv_cache import KVCache
@@ -180,7 +180,10 @@ class GraphedForward:
         return entry.logits[: len(batch.ids)]
 
     def choose(self, batch: Batch, step: GraphStep) -> Chosen | None:
-        """Compute a filled step and choose its tokens; the host waits for nothing. None as in `logits`."""
+        """Compute a step and choose its tokens; the host waits for nothing. None as in `logits`.
+
+        The step may lack tokens that the one launched before it chooses, if both shapes feed.
+        """
         entry = self._replay(batch, step.shape)
         if entry is None:
             return None
@@ -213,6 +216,8 @@ class GraphedForward:
         device, chosen = (torch.zeros_like(each[0], device=self._kv.device) for each in (hosts, results))
         entry = _Entry(shape, hosts, device, chosen.view(2, -1), results, split)
         entry.parts[2].fill_(NO_SLOT)  # nobody is there while it is captured
+        if self._chooser is not None:
+            self._chooser.clear(entry.parts[3], shape)
         try:
             entry.captured = self._driver.capture(self._body(entry, rows))
         except RuntimeError as error:
@@ -233,7 +238,8 @@ class GraphedForward:
 
         def body() -> None:
             entry.plan = self._attention.plan(rows, self._kv, self._spec, lambda ints: packed)
-            logits = self._decoder.forward(ids, positions, slots, entry.plan, self._kv, None)
+            known = ids if chooser is None else chooser.feed(ids, shape)
+            logits = self._decoder.forward(known, positions, slots, entry.plan, self._kv, None)
             finite = self._decoder.finite
             assert finite is not None
             if shape.kind == "logits":
@@ -252,6 +258,8 @@ class GraphedForward:
         for i, (part, padding) in enumerate(((batch.ids, 0), (batch.positions, 0), (batch.slots, NO_SLOT))):
             words[i * n : i * n + count] = part
             words[i * n + count : (i + 1) * n] = padding
+        for at, request, _ in batch.pending:
+            words[at] = awaited(request.slot)
         if entry.split > 3 * n:
             assert self._chooser is not None
             self._chooser.fill(words[3 * n : entry.split], entry.shape, batch)

@@ -27,6 +27,11 @@ class GraphShape:
     kind: Kind = "logits"
 
     @property
+    def feeds(self) -> bool:
+        """Whether the next step of such a shape can take the tokens chosen in it from the device."""
+        return self.kind == "tokens" and self.queries == 1
+
+    @property
     def tokens(self) -> int:
         """Tokens that a replay computes, however few there are."""
         return self.rows * self.queries

@@ -91,7 +91,9 @@ class Graphs:
         forward = self._forward
         fused = self._sampler.fused
         if forward is None or not forward.holds_for(attention, kv, spec, fused):
-            chooser = None if fused is None else GraphChooser(self._sampler, fused, self._padded)
+            chooser = (
+                None if fused is None else GraphChooser(self._sampler, fused, self._padded, self._device)
+            )
             forward = self._forward = GraphedForward(
                 self._decoder, attention, kv, spec, self._driver, self.counts, chooser,
                 max_blocks=-(-max_len // kv.block_size), budget_bytes=BUDGET_BYTES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,12 +14,16 @@ from torch import Tensor
 from engine.attention import AttentionPlan, Rows
 from engine.attention.base import Ints, Needs, ToDevice
 from engine.attention.naive import NaiveAttention
+from engine.draw import U64s
+from engine.graphs.choosing import CHOICE_WORDS
 from engine.graphs.driver import Arrival
 from engine.kv_cache import KVCache
 from engine.layers.rope import RotaryTable, rotate_
 from engine.models.spec import ModelSpec
 from engine.ops.base import Ops, StoreStep
 from engine.ops.plain import PLAIN
+from engine.penalties import Occurrences
+from ipc.messages import Sampling
 
 GRAPH_BYTES = 1000
 
@@ -43,6 +47,7 @@ class _Arrival:
 
     def wait(self) -> None:
         self.driver.drain(self.there)
+        self.driver.await_more(-1)
         assert self.there.is_set(), "what was waited for was never launched"
 
 
@@ -57,8 +62,9 @@ class FakeDriver:
         self.captures = 0
         self.fails = fails
         self.lazy = lazy
+        self.awaited = self.most_awaited = 0  # fetched, and not waited for: now, and at most
         self._queue: deque[Callable[[], object]] = deque()
-        self._lock = threading.RLock()
+        self._lock, self._counting = threading.RLock(), threading.Lock()
 
     def host(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int64)
@@ -68,6 +74,7 @@ class FakeDriver:
 
     def fetch(self, device: Tensor, host: Tensor) -> Arrival:
         there = threading.Event()
+        self.await_more(1)
         self.launch(lambda: host.copy_(device))
         self.launch(there.set)
         return _Arrival(self, there)
@@ -77,6 +84,12 @@ class FakeDriver:
         self._queue.append(act)
         if not self.lazy:
             self.drain()
+
+    def await_more(self, count: int) -> None:
+        """So many copies to the host more are under way."""
+        with self._counting:
+            self.awaited += count
+            self.most_awaited = max(self.most_awaited, self.awaited)
 
     @property
     def pending(self) -> int:
@@ -111,7 +124,7 @@ class StaticAttention(NaiveAttention):
         assert rows.tables.shape[0] <= count
         assert rows.tables.shape[1] <= width
         self.packed.append(rows)
-        return np.array([len(self.packed) - 1])
+        return np.array([len(self.packed)])
 
     def plan(self, rows: Rows, kv: KVCache, spec: ModelSpec, to_device: ToDevice) -> AttentionPlan:
         number = to_device(rows.starts[:1])
@@ -131,7 +144,10 @@ class _StaticPlan:
     needs: Needs
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        rows = self.attention.packed[int(self.number[0])]
+        number = int(self.number[0])
+        if number == 0:  # captured while nobody is there
+            return torch.zeros_like(q).flatten(1)
+        rows = self.attention.packed[number - 1]
         plan = NaiveAttention().plan(rows, self.kv, self.spec, torch.from_numpy)
         return plan.attend(layer, q, k, v)
 
@@ -164,3 +180,45 @@ class PaddedStore:
 
 
 CAPTURABLE = Ops(PLAIN.norm, PaddedStore(), PLAIN.gate)
+
+
+class GreedySampling:
+    """Chooses the largest score of each row, as kernels do for greedy requests."""
+
+    name = "greedy"
+
+    def choose(self, scores: Tensor, settings: Sequence[Sampling], seeds: U64s, positions: U64s) -> Tensor:
+        ids = torch.empty(len(scores), dtype=torch.int64)
+        self.choose_packed(scores, ids, ids)
+        return ids
+
+    def pack(self, settings: Sequence[Sampling], seeds: U64s, positions: U64s, rows: int) -> Ints:
+        assert all(each.temperature == 0.0 for each in settings)
+        return np.zeros((CHOICE_WORDS, rows), dtype=np.int64)
+
+    def choose_packed(self, scores: Tensor, packed: Tensor, ids: Tensor) -> None:
+        best, at = scores.max(dim=1)
+        ids.copy_(at.where(best.isfinite(), -1))
+
+    def penalize(self, scores: Tensor, found: Occurrences) -> None:
+        raise NotImplementedError
+
+    def penalize_packed(
+        self, scores: Tensor, cu: Tensor, tokens: Tensor, counts: Tensor, each: Tensor, *, max_tokens: int
+    ) -> None:
+        raise NotImplementedError
+
+    def probabilities(self, scores: Tensor, settings: Sequence[Sampling]) -> Tensor:
+        raise NotImplementedError
+
+    def reject(
+        self,
+        target: Tensor,
+        proposal: Tensor,
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        finite: Tensor,
+        seeds: U64s,
+        positions: U64s,
+    ) -> tuple[list[int], list[int]]:
+        raise NotImplementedError

@@ -73,7 +73,7 @@ def chosen_inside(batch: Batch, scores: Tensor, shape: GraphShape, padded: Tenso
     """Ids of a step as a graph of ``shape`` chooses them, its words full of another step's before."""
     made = sampler()
     assert made.fused is not None
-    chooser = GraphChooser(made, made.fused, padded)
+    chooser = GraphChooser(made, made.fused, padded, CPU)
     assert chooser.kind_of(batch, shape.tokens) == (shape.kind, "")
     words = np.full(chooser.num_words(shape), 7, dtype=np.int64)
     chooser.fill(words, shape, batch)
@@ -123,14 +123,14 @@ def test_what_has_no_room_or_kernel_is_chosen_outside(changes: dict[str, object]
     made = sampler()
     assert made.fused is not None
     batch = batch_of([Sampling(**changes)])  # type: ignore[arg-type]
-    assert GraphChooser(made, made.fused, None).kind_of(batch, 1) == ("logits", why)
+    assert GraphChooser(made, made.fused, None, CPU).kind_of(batch, 1) == ("logits", why)
 
 
 def test_drawn_drafts_and_long_lists_are_judged_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "MOST_COUNTED", 2 * COUNTED)
     made = sampler()
     assert made.fused is not None
-    chooser = GraphChooser(made, made.fused, None)
+    chooser = GraphChooser(made, made.fused, None, CPU)
     drawn = Draft([8], torch.full((1, VOCAB), 1 / VOCAB))
     assert chooser.kind_of(batch_of([Sampling(temperature=1.0)], [drawn]), 2) == ("logits", "proposals")
     assert chooser.kind_of(batch_of([Sampling(temperature=0.0)], [drawn]), 2) == ("tokens", "")

@@ -1,0 +1,223 @@
+"""Tokens fed to the next step on the device: it is launched before the host has read them.
+
+The driver does what was launched when somebody waits for it, so what is read or changed too early shows.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from engine.graphs import switch
+from ipc.messages import Sampling
+from tests.engine.core_harness import Engine
+from tests.engine.graphs.fakes import CAPTURABLE, FakeDriver, GreedySampling, StaticAttention
+from tests.engine.oracle import NEW_TOKENS, Expected, told
+from tests.engine.oracle import tiny as expected_of
+
+COUNT = 10
+ENGINES: list[Engine] = []  # of the test that runs
+PLAIN = Sampling(max_tokens=COUNT, ignore_eos=True)
+
+
+@pytest.fixture
+def lazy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    made = FakeDriver(lazy=True)
+    monkeypatch.setattr(switch, "probe", lambda device: None)
+    monkeypatch.setattr(switch, "make_driver", lambda device: made)
+    yield made
+    assert not made.pending, "launched, and nobody waited for it"
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    yield
+    while ENGINES:
+        ENGINES.pop().core.pipeline.stop()
+
+
+def feeding(**options: Any) -> Engine:
+    """An engine whose graphs choose the tokens."""
+    engine = Engine(expected_of("llama").loaded, **{"overlap": True, **options})
+    ENGINES.append(engine)
+    runner = engine.core.runner
+    runner._attention, runner.decoder.ops = StaticAttention(), CAPTURABLE
+    runner.sampler.fused = GreedySampling()
+    runner.graphs.switch(True)
+    # Every change sets them again, to what the knobs say.
+    keep: Any = lambda _: None  # noqa: E731
+    runner.set_attention = runner.set_fused = runner.graphs.switch = keep  # type: ignore[method-assign]
+    return engine
+
+
+def ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many requests each step had that was launched while another was in flight."""
+    pipeline, found = engine.core.pipeline, []
+    launch = pipeline.launch_ahead
+
+    def watched(step: Any) -> None:
+        launch(step)
+        if step.flight is not None:
+            found.append(len(step.plan.scheduled))
+
+    monkeypatch.setattr(pipeline, "launch_ahead", watched)
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_are_launched_before_tokens_are_read(
+    lazy: FakeDriver, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A01: the reference's ids. Shapes shrink as requests end by length, which is known beforehand: the next
+    step goes without them, is captured in between and gets its tokens all the same."""
+    expected = expected_of("llama")
+    engine = feeding(overlap=overlap)
+    found = ahead(engine, monkeypatch)
+    counts = [4, 7, COUNT]
+    rids = [
+        engine.submit(expected.prompts[i], Sampling(max_tokens=n, ignore_eos=True))
+        for i, n in zip((1, 2, 3), counts, strict=True)
+    ]
+    engine.run()
+    for rid, i, n in zip(rids, (1, 2, 3), counts, strict=True):
+        assert engine.ids(rid) == expected.ids[i][:n]
+    assert lazy.most_awaited == (2 if overlap else 1)
+    decoding = [s.decode_reqs for s in engine.heard.steps if "+sample" in s.kernels]
+    assert found == (decoding[1:] if overlap else [])
+    assert {1, 2, 3} == set(decoding)
+    assert all(row.computed_tok == row.prompt_tok + row.output_tok - 1 for row in rows_of(engine))
+
+
+def rows_of(engine: Engine) -> list[Any]:
+    return [done.row for done in engine.heard.done.values()]
+
+
+def test_who_ends_meanwhile_gets_nothing_more(lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A08: by a stop id, which the host learns of when the next step is launched already: its row there goes
+    to nobody, the others take theirs, and the step behind waits for that one's end."""
+    expected = expected_of("llama")
+    engine = feeding(prefix_cache=False)
+    found = ahead(engine, monkeypatch)
+    stop = expected.ids[2][4]
+    assert stop not in expected.ids[2][:4]
+    rids = [
+        engine.submit(expected.prompts[i], Sampling(max_tokens=n, ignore_eos=True, stop_token_ids=stops))
+        for i, n, stops in ((1, 9, []), (2, 9, [stop]), (3, 9, []))
+    ]
+    engine.run()
+    assert [engine.ids(rid) for rid in rids] == [
+        expected.ids[1][:9], expected.ids[2][:5], expected.ids[3][:9]
+    ]  # fmt: skip
+    assert all(row.computed_tok == row.prompt_tok + row.output_tok - 1 for row in rows_of(engine))
+    replayed = [s for s in engine.heard.steps if "+sample" in s.kernels]
+    assert sum(s.decode_tok for s in replayed) == sum(s.output_tok for s in replayed)
+    assert len(found) == len(replayed) - 2  # the first, and the one behind the row of nobody
+
+
+def test_all_may_end_with_a_step_behind_them(lazy: FakeDriver) -> None:
+    """The step that nobody is left in is waited for and forgotten."""
+    expected = expected_of("llama")
+    engine = feeding()
+    sampling = Sampling(max_tokens=9, ignore_eos=True, stop_token_ids=[expected.ids[3][3]])
+    rid = engine.submit(expected.prompts[3], sampling)
+    engine.run()
+    assert engine.ids(rid) == expected.ids[3][: expected.ids[3].index(sampling.stop_token_ids[0]) + 1]
+    assert not engine.core.pipeline.in_flight
+    again = engine.submit(expected.prompts[2], PLAIN)
+    engine.run()
+    assert engine.ids(again) == expected.ids[2][:COUNT]
+
+
+def test_a_row_that_is_not_finite_takes_the_step_behind_with_it(
+    lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A25: what was launched behind it is dropped and computed again; the pool holds nothing that is not
+    finite."""
+    expected = expected_of("llama")
+    engine = feeding()
+    runner = engine.core.runner
+    forward, passes = runner.decoder.forward, [0]
+
+    def poisoned(*args: Any) -> torch.Tensor:
+        logits = forward(*args)
+        passes[0] += len(logits) == 2
+        if passes[0] == 6:  # of both requests together, captures among them
+            logits[0] = math.nan
+            passes[0] += 1
+        return logits
+
+    monkeypatch.setattr(runner.decoder, "forward", poisoned)
+    rids = [engine.submit(expected.prompts[i], PLAIN) for i in (2, 3)]
+    engine.run()
+    ends = {engine.heard.done[rid].finish: engine.ids(rid) for rid in rids}
+    assert set(ends) == {"error", "length"}
+    lived = rids[[engine.heard.done[rid].finish for rid in rids].index("length")]
+    assert ends["length"] == expected.ids[2 if lived == rids[0] else 3][:COUNT]
+    assert runner.kv is not None
+    assert all(bool(paged.isfinite().all()) for paged in runner.kv.paged)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_anything_may_happen_behind_a_step(seed: int, lazy: FakeDriver) -> None:
+    """A08, A11: requests, cancels, stop strings, drafts and forced preemptions over a small pool: each ends
+    once, with the oracle's ids as far as it came, and nothing is left."""
+    expected, rng = expected_of("llama"), random.Random(seed)
+    engine = feeding(
+        pool_tokens=320, swap_space_gib=0.001, preemption="swap" if seed % 2 else "recompute",
+        drafter=told(expected), spec_adaptive=False,
+    )  # fmt: skip
+    core = engine.core
+    sent: dict[int, int] = {}
+    gone: set[int] = set()
+    plain = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
+    stopping = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True, stop=["a", "e", "t"])
+
+    def submit() -> None:
+        which = rng.randrange(5)
+        sent[engine.submit(expected.prompts[which], rng.choice([plain, stopping]))] = which
+
+    def cancel() -> None:
+        if core.answers.live:
+            rid = rng.choice(list(core.answers.live))
+            gone.add(rid)
+            core.cancel([rid])
+
+    def preempt() -> None:
+        if core.scheduler.running:
+            victim = rng.choice(core.scheduler.running)
+            core.answers.note_preempted([core.scheduler.preempt(victim, core.clock_ns())])
+
+    def flip() -> None:
+        if core.knobs.pending is None:
+            engine.set(speculation=rng.choice(["off", "ngram"]))
+
+    acts: list[tuple[float, Callable[[], None]]] = [
+        (0.2, submit), (0.05, cancel), (0.08, preempt), (0.05 if seed >= 2 else 0.0, flip),
+    ]  # fmt: skip
+    for _ in range(120):
+        for chance, act in acts:
+            if rng.random() < chance:
+                act()
+        core.step()
+    engine.run()
+    check(engine, expected, sent, gone)
+    assert lazy.most_awaited == 2
+
+
+def check(engine: Engine, expected: Expected, sent: dict[int, int], gone: set[int]) -> None:
+    """That all have ended as they had to, and that the ledger is empty."""
+    assert set(engine.heard.done) == set(sent)
+    for rid, which in sent.items():
+        done, ids = engine.heard.done[rid], engine.ids(rid)
+        assert ids == expected.ids[which][: len(ids)]
+        assert done.finish in ("length", "stop") or rid in gone
+        assert done.finish != "length" or len(ids) == NEW_TOKENS
+    core = engine.core
+    core.scheduler.check()
+    assert core.scheduler.pool.num_used == core.scheduler.swap_blocks_used == 0
+    assert not core.pipeline.in_flight
