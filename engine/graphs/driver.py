@@ -48,9 +48,21 @@ class Driver(Protocol):
     def capture(self, body: Callable[[], None]) -> Captured:
         """Run ``body``, so that everything it launches is loaded, and then capture what it launches.
 
-        All memory that it takes belongs to the graph. RuntimeError if something in it cannot be captured.
+        All memory that it takes belongs to the graph. RuntimeError if something in it cannot be captured, or
+        if the device is lost (see `is_device_lost`); the current stream is the same as before all the same.
         """
         ...
+
+
+CAPTURE_ERRORS = range(900, 909)
+"""Of CUDA, for what cannot be captured: cudaErrorStreamCaptureUnsupported to ...CaptureWrongThread."""
+
+
+def is_device_lost(error: RuntimeError) -> bool:
+    """Whether an error that capturing ended with is one of the device, not of what was to be captured."""
+    return isinstance(error, torch.AcceleratorError) and (
+        getattr(error, "error_code", None) not in CAPTURE_ERRORS
+    )
 
 
 def probe(device: torch.device) -> str | None:
@@ -88,11 +100,17 @@ class _CudaDriver:
             body()  # kernels are compiled, modules loaded and libraries set up: none of it can be captured
         current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # as capturing does first: what that frees is not the graph's
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the engine may use CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            body()
+        try:
+            # Other threads of the engine may use CUDA meanwhile.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                body()
+        finally:
+            torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own stream current
         return _CudaGraph(graph, torch.cuda.memory_reserved(self._device) - before)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionPlan, Ints, Rows
 from engine.batch import Batch
 from engine.graphs.choosing import GraphChooser, awaited
-from engine.graphs.driver import Arrival, Captured, Driver
+from engine.graphs.driver import Arrival, Captured, Driver, is_device_lost
 from engine.graphs.shapes import GraphShape, shape_of
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
@@ -61,8 +61,7 @@ class _Entry:
     results: list[Tensor]  # the same on the host
     split: int  # where in the words that begins which belongs to attention
     turn: int = 0
-    logits: Tensor | None = None
-    finite: Tensor | None = None
+    logits: Tensor | None = None  # float32 [tokens, vocab_size], where they are read
     captured: Captured | None = None
     plan: AttentionPlan | None = None  # holds memory that the graph works in
 
@@ -112,7 +111,7 @@ class GraphedForward:
     ) -> None:
         """chooser: what chooses tokens, None where that is not done by kernels. max_blocks: of a request.
 
-        No shape is captured once ``budget_bytes`` of device memory are taken.
+        No shape is captured that would take graphs beyond ``budget_bytes`` of device memory.
         """
         self.counts = counts
         self._decoder = decoder
@@ -125,9 +124,11 @@ class GraphedForward:
         self._max_blocks = max_blocks
         self._budget = budget_bytes
         self._entries: dict[GraphShape, _Entry] = {}
+        self._logits = torch.empty(0, spec.vocab_size, device=kv.device)
+        self._most_tokens = 0  # of a captured shape
         self._refused: dict[GraphShape, str] = {}
         self.nbytes = 0
-        """Bytes of device memory that graphs took. Any thread may read it while a shape is captured."""
+        """Bytes of device memory that graphs and their static memory took. Any thread may read it."""
 
     def holds_for(
         self, attention: AttentionBackend, kv: KVCache, spec: ModelSpec, fused: FusedSampling | None
@@ -158,7 +159,7 @@ class GraphedForward:
             kind, outside = self._chooser.kind_of(batch, shape.tokens)
             shape = replace(shape, kind=kind)
         why = self._refused.get(shape)
-        if why is None and shape not in self._entries and self.nbytes >= self._budget:
+        if why is None and shape not in self._entries and not self._fits(shape):
             why = "budget"
         if why is not None:
             self.counts.misses[why] += 1
@@ -175,8 +176,7 @@ class GraphedForward:
             return None
         self.counts.logits[step.outside] += 1
         assert entry.logits is not None
-        assert entry.finite is not None
-        self._decoder.finite = entry.finite[: len(batch.ids)]
+        self._decoder.finite = entry.chosen[1, : len(batch.ids)].bool()
         return entry.logits[: len(batch.ids)]
 
     def choose(self, batch: Batch, step: GraphStep) -> Chosen | None:
@@ -205,6 +205,21 @@ class GraphedForward:
         self.counts.padded_tokens += shape.tokens - len(batch.ids)
         return entry
 
+    def _fits(self, shape: GraphShape) -> bool:
+        """Whether a shape may be captured, by what its logits alone will add to the memory of all graphs."""
+        # In 16 bits and in float32, in memory that graphs share, and where they are read.
+        more = 6 * max(0, shape.tokens - self._most_tokens)
+        if shape.kind == "logits" and shape.tokens > len(self._logits):
+            more += 4 * _room(shape.tokens)
+        return self.nbytes + more * self._spec.vocab_size < self._budget
+
+    def _logits_for(self, tokens: int) -> Tensor:
+        """Where logits go that are to be read: the graphs share it, those of much larger shapes another."""
+        if len(self._logits) < tokens:
+            self._logits = torch.empty(_room(tokens), self._spec.vocab_size, device=self._kv.device)
+            self.nbytes += self._logits.nbytes
+        return self._logits[:tokens]
+
     def _capture(self, shape: GraphShape) -> _Entry | None:
         rows = _empty_rows(shape, self._max_blocks, self._kv.block_size)
         packed = self._attention.pack(rows, shape.rows, self._max_blocks)
@@ -221,13 +236,14 @@ class GraphedForward:
         try:
             entry.captured = self._driver.capture(self._body(entry, rows))
         except RuntimeError as error:
-            if isinstance(error, torch.AcceleratorError):  # the device itself is lost
+            if is_device_lost(error):
                 raise
             log.exception("steps of %s cannot be captured in a CUDA graph and run without", shape)
             self._refused[shape] = "failed"
             return None
         self._entries[shape] = entry
-        self.nbytes += entry.captured.nbytes
+        self.nbytes += entry.captured.nbytes + device.nbytes + chosen.nbytes
+        self._most_tokens = max(self._most_tokens, shape.tokens)
         log.info("captured steps of %s, graphs take %d MiB now", shape, self.nbytes >> 20)
         return entry
 
@@ -235,6 +251,8 @@ class GraphedForward:
         """The forward pass of a shape over its static memory, and the choice of tokens."""
         ids, positions, slots, choice, packed = entry.parts
         chooser, shape, chosen = self._chooser, entry.shape, entry.chosen
+        if shape.kind == "logits":
+            entry.logits = self._logits_for(shape.tokens)
 
         def body() -> None:
             entry.plan = self._attention.plan(rows, self._kv, self._spec, lambda ints: packed)
@@ -242,12 +260,12 @@ class GraphedForward:
             logits = self._decoder.forward(known, positions, slots, entry.plan, self._kv, None)
             finite = self._decoder.finite
             assert finite is not None
-            if shape.kind == "logits":
-                entry.logits, entry.finite = logits, finite
+            chosen[1].copy_(finite)
+            if entry.logits is not None:
+                entry.logits.copy_(logits)
                 return
             assert chooser is not None  # else there are no such shapes
             chooser.choose(logits, choice, shape, chosen[0])
-            chosen[1].copy_(finite)
 
         return body
 
@@ -278,6 +296,11 @@ class GraphStep:
     def chooses(self) -> bool:
         """Whether the graph ends with tokens."""
         return self.shape.kind != "logits"
+
+
+def _room(tokens: int) -> int:
+    """Rows of logits to make room for: so that growing shapes share a few."""
+    return 1 << (tokens - 1).bit_length()
 
 
 def _empty_rows(shape: GraphShape, width: int, block_size: int) -> Rows:

@@ -25,7 +25,7 @@ from engine.ops.plain import PLAIN
 from engine.penalties import Occurrences
 from ipc.messages import Sampling
 
-GRAPH_BYTES = 1000
+GRAPH_BYTES = 1 << 20
 
 
 @dataclass
@@ -58,7 +58,7 @@ class FakeDriver:
     something too early, or reads it too early, is found out.
     """
 
-    def __init__(self, *, fails: bool = False, lazy: bool = False) -> None:
+    def __init__(self, *, fails: RuntimeError | None = None, lazy: bool = False) -> None:
         self.captures = 0
         self.fails = fails
         self.lazy = lazy
@@ -105,8 +105,8 @@ class FakeDriver:
     def capture(self, body: Callable[[], None]) -> Graph:
         self.drain()
         body()
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
+        if self.fails is not None:
+            raise self.fails
         body()
         self.captures += 1
         return Graph(body, self)

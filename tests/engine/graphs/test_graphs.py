@@ -55,6 +55,13 @@ def graphs(engine: Engine) -> list[str]:
     return [step.kernels.rpartition("graph=")[2] for step in engine.heard.steps]
 
 
+def static_bytes(engine: Engine) -> int:
+    """Of what steps are sent to, and of what comes out of them."""
+    forward = engine.core.runner.graphs._forward
+    assert forward is not None
+    return sum(each.device.nbytes + each.chosen.nbytes for each in forward._entries.values())
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ids_are_those_of_the_reference(fake: FakeDriver, overlap: bool) -> None:
     """A01: three requests decode in the bucket of four, then in smaller ones as they end; prompts run by
@@ -82,7 +89,9 @@ def test_ids_are_those_of_the_reference(fake: FakeDriver, overlap: bool) -> None
     assert (use.replayed_n, use.missed_n) == (found.hits, {"prefill": seen.count("none")})
     assert use.padded_tok == found.padded_tokens
     assert use.replayed_tok == sum(int(each.partition("x")[0]) for each in seen if each != "none")
-    assert (use.graphs_n, use.graph_bytes) == (fake.captures, fake.captures * GRAPH_BYTES)
+    assert use.graphs_n == fake.captures
+    logits = 4 * 4 * expected.loaded.spec.vocab_size  # of the largest shape, which all share
+    assert use.graph_bytes == fake.captures * GRAPH_BYTES + logits + static_bytes(engine)
     engine.core.runner.graphs.switch(False)
     assert engine.core.state().graphs is None
 
@@ -139,11 +148,25 @@ def test_no_more_is_captured_than_the_budget_allows(
     assert "1x1" not in graphs(engine)
 
 
+def capture_error(code: int) -> torch.AcceleratorError:
+    error = torch.AcceleratorError(f"CUDA error {code}: operation not permitted when stream is capturing")
+    error.error_code = code  # as torch sets it
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("operation not permitted when stream is capturing"),
+        capture_error(900),
+        capture_error(908),
+    ],
+)
 def test_a_shape_that_cannot_be_captured_runs_without(
-    fake: FakeDriver, caplog: pytest.LogCaptureFixture
+    error: RuntimeError, fake: FakeDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The text is right all the same; the log says it once with the reason, each such step is counted."""
-    fake.fails = True
+    fake.fails = error
     expected = expected_of("llama")
     engine = engine_with_graphs()
     rid = engine.submit(expected.prompts[3], Sampling(max_tokens=6, ignore_eos=True))
@@ -154,6 +177,40 @@ def test_a_shape_that_cannot_be_captured_runs_without(
     said = [record for record in caplog.records if "cannot be captured" in record.message]
     assert len(said) == 1
     assert "not permitted when stream is capturing" in str(said[0].exc_info)
+
+
+def test_a_device_that_is_lost_while_capturing_is_no_shape_that_cannot_be_captured(fake: FakeDriver) -> None:
+    """An illegal address (700) has ended the context: no later step can be right."""
+    fake.fails = capture_error(700)
+    driver = Driver(tiny("llama")[0])
+    capturable(driver.runner)
+    with pytest.raises(torch.AcceleratorError, match="CUDA error 700"):
+        driver.generate(prompt(5), 2)
+
+
+def test_logits_that_would_pass_the_budget_are_not_captured(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shape whose logits alone are more than what is left is not tried; graphs share what logits lie in."""
+    expected = expected_of("llama")
+    vocab_size = expected.loaded.spec.vocab_size
+    monkeypatch.setattr(switch, "BUDGET_BYTES", 4 * (6 + 4) * vocab_size)
+    engine = engine_with_graphs()
+    for i in range(4):
+        engine.submit(expected.prompts[i], Sampling(max_tokens=3 + i, ignore_eos=True))
+    engine.run()
+    assert fake.captures == 1
+    found = engine.core.runner.graphs.counts
+    assert found.misses["budget"] > 0
+    monkeypatch.setattr(switch, "BUDGET_BYTES", 1 << 30)
+    engine = engine_with_graphs()
+    for i in range(4):
+        engine.submit(expected.prompts[i], Sampling(max_tokens=3 + i, ignore_eos=True))
+    engine.run()
+    use = engine.core.state().graphs
+    assert use is not None
+    assert use.graphs_n == fake.captures - 1 > 1
+    assert use.graph_bytes == use.graphs_n * GRAPH_BYTES + 4 * 4 * vocab_size + static_bytes(engine)
 
 
 def test_parts_that_cannot_be_captured_are_named(fake: FakeDriver) -> None:
