@@ -17,8 +17,8 @@ class Parts:
     """Memory for the parts of rows that are split, shared by all layers.
 
     values: float32 [tokens, heads, splits, head_dim]; sums: float32 [tokens, heads, splits, 2], the largest
-    score and the sum of weights. Only rows that lie within the first ``tokens`` tokens of a launch are split.
-    ``splits`` is a power of two.
+    score and the sum of weights. Only rows that lie within the first ``tokens`` tokens of a launch are split,
+    into at most ``splits`` parts, which is no more than `engine.kernels.attention_rows.MAX_SPLITS`.
     """
 
     values: Tensor
@@ -34,7 +34,10 @@ class Parts:
         )
 
 
-@triton.jit(do_not_specialize=["rows", "split_tokens"])
+@triton.jit(
+    do_not_specialize=["rows", "split_tokens", "max_splits"],
+    do_not_specialize_on_alignment=["cu", "lengths", "v_scale"],
+)
 def combine_parts(
     out,
     parts,
@@ -45,13 +48,14 @@ def combine_parts(
     v_scale,
     rows,
     split_tokens,
+    max_splits,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
     KIND: tl.constexpr,
 ):
     index, head = tl.program_id(0), tl.program_id(1)
@@ -70,12 +74,12 @@ def combine_parts(
     start = tl.load(cu + low)
     queries = tl.load(cu + low + 1) - start
     length = tl.load(lengths + low)
-    _, _, _, splits = split_row(queries, length, tl.load(split_tiles), BLOCK_N, WINDOW, MAX_SPLITS)
+    _, _, _, splits = split_row(queries, length, tl.load(split_tiles), max_splits, BLOCK_N, WINDOW)
     if start - base + queries > split_tokens or splits == 1:
         return  # it was written where it belongs already
-    s = tl.arange(0, MAX_SPLITS)
+    s = tl.arange(0, MOST_SPLITS)
     dim = tl.arange(0, DIM_BLOCK)
-    part = (index.to(tl.int64) * HEADS + head) * MAX_SPLITS + s
+    part = (index.to(tl.int64) * HEADS + head) * max_splits + s
     there = s < splits
     best = tl.load(part_sums + part * 2, mask=there, other=float("-inf"))
     total = tl.load(part_sums + part * 2 + 1, mask=there, other=0.0)

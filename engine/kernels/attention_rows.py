@@ -54,17 +54,15 @@ def first_key(queries, length, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def split_row(
-    queries, length, split_tiles, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, MAX_SPLITS: tl.constexpr
-):
+def split_row(queries, length, split_tiles, max_splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     """(first tile of a row's keys, end of its tiles, tiles a part, parts)."""
     first = first_key(queries, length, WINDOW) // BLOCK_N
     end = tl.cdiv(length, BLOCK_N)
-    each = tl.maximum(split_tiles, tl.cdiv(end - first, MAX_SPLITS))
+    each = tl.maximum(split_tiles, tl.cdiv(end - first, max_splits))
     return first, end, each, tl.maximum(tl.cdiv(end - first, each), 1)
 
 
-@triton.jit(do_not_specialize=["rows", "programs"])
+@triton.jit(do_not_specialize=["rows", "programs"], do_not_specialize_on_alignment=["cu", "lengths"])
 def _plan_splits(
     cu,
     lengths,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.attention_parts import Parts, combine_parts
-from engine.kernels.attention_rows import row_of_tile, split_row
+from engine.kernels.attention_rows import MAX_SPLITS, row_of_tile, split_row
 from engine.kernels.codes import decode, kind_of
 from engine.kernels.dot import dot
 from engine.kernels.launch import FLOATS, Launch, has_native_fp8, next_power_of_2
@@ -73,7 +73,8 @@ def tiles_for(group: int, head_dim: int, max_queries: int, itemsize: int, *, hop
     block_m = max(MIN_ROWS, packed if short else max(long_rows, next_power_of_2(group)))
     many = block_m >= 64
     return Tiles(
-        block_q=max_queries if short else block_m // group,
+        # Not max_queries: what a program is compiled for shall not follow the number of drafted tokens.
+        block_q=block_m // group,
         block_m=block_m,
         block_n=32 if wide or itemsize == 4 else 64,
         one_tile=short,
@@ -104,7 +105,10 @@ def _weigh(scores, best):
     return tl.exp2(scores - origin[:, None]), tl.exp2(best - origin), higher
 
 
-@triton.jit(do_not_specialize=["rows", "split_tokens"])
+@triton.jit(
+    do_not_specialize=["rows", "split_tokens", "max_splits", "table_stride"],
+    do_not_specialize_on_alignment=["cu", "lengths", "tables", "k_scale", "v_scale"],
+)
 def _paged_attention(
     q,
     k_pool,
@@ -120,6 +124,7 @@ def _paged_attention(
     v_scale,
     rows,
     split_tokens,
+    max_splits,
     softmax_scale,
     q_stride,
     table_stride,
@@ -133,7 +138,7 @@ def _paged_attention(
     BLOCK_N: tl.constexpr,
     ONE_TILE: tl.constexpr,
     WINDOW: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
     KIND: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -152,7 +157,7 @@ def _paged_attention(
     if tile * BLOCK_Q >= queries:
         return
     length = tl.load(lengths + row)
-    first, end, each, splits = split_row(queries, length, tl.load(split_tiles), BLOCK_N, WINDOW, MAX_SPLITS)
+    first, end, each, splits = split_row(queries, length, tl.load(split_tiles), max_splits, BLOCK_N, WINDOW)
     if start - base + queries > split_tokens:  # there is no room for parts of this row
         splits = 1
         each = end - first
@@ -201,17 +206,18 @@ def _paged_attention(
         acc = dot(weights.to(q.dtype.element_ty), v, acc * kept[:, None])
 
     store = is_query[:, None] & (dim < DIM)[None, :]
-    if splits == 1:
-        inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
-        if KIND != "none":
-            inverse *= tl.load(v_scale + kv_head)
-        out_at = out + ((token * HEADS + head) * DIM)[:, None] + dim[None, :]
-        tl.store(out_at, (acc * inverse[:, None]).to(out.dtype.element_ty), mask=store)
-    else:
-        part = ((token - base) * HEADS + head) * MAX_SPLITS + split
-        tl.store(parts + (part * DIM)[:, None] + dim[None, :], acc, mask=store)
-        tl.store(part_sums + part * 2, best, mask=is_query)
-        tl.store(part_sums + part * 2 + 1, total, mask=is_query)
+    if SPLITS:  # noqa: SIM102  # without, there is no memory that the branch could be compiled for
+        if splits > 1:
+            part = ((token - base) * HEADS + head) * max_splits + split
+            tl.store(parts + (part * DIM)[:, None] + dim[None, :], acc, mask=store)
+            tl.store(part_sums + part * 2, best, mask=is_query)
+            tl.store(part_sums + part * 2 + 1, total, mask=is_query)
+            return
+    inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
+    if KIND != "none":
+        inverse *= tl.load(v_scale + kv_head)
+    out_at = out + ((token * HEADS + head) * DIM)[:, None] + dim[None, :]
+    tl.store(out_at, (acc * inverse[:, None]).to(out.dtype.element_ty), mask=store)
 
 
 def paged_attention(
@@ -258,6 +264,7 @@ def paged_attention(
         "v_scale": v_scale,
         "rows": rows,
         "split_tokens": split_tokens,
+        "max_splits": max_splits,
     }
     constants = {
         "HEADS": heads,
@@ -266,7 +273,6 @@ def paged_attention(
         "DIM_BLOCK": max(16, next_power_of_2(dim)),
         "BLOCK_N": tiles.block_n,
         "WINDOW": window or 0,
-        "MAX_SPLITS": max_splits,
         "KIND": kind,
     }
     places = rows if tiles.one_tile else tokens // tiles.block_q + rows
@@ -290,6 +296,7 @@ def paged_attention(
             "BLOCK_Q": tiles.block_q,
             "BLOCK_M": tiles.block_m,
             "ONE_TILE": tiles.one_tile,
+            "SPLITS": parts is not None,
             "NATIVE": has_native_fp8(q.device),
         },
         num_warps=tiles.num_warps,
@@ -298,7 +305,11 @@ def paged_attention(
     if max_splits == 1:
         return (attention,)
     return attention, Launch(
-        combine_parts, (min(split_tokens, tokens), heads), shared, constants, num_warps=4
+        combine_parts,
+        (min(split_tokens, tokens), heads),
+        shared,
+        {**constants, "MOST_SPLITS": MAX_SPLITS},
+        num_warps=4,
     )
 
 

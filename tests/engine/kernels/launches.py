@@ -129,9 +129,10 @@ def _attention(model: Sizes, arch: int) -> Iterator[Case]:
         ("prefill", 512, BLOCK_SIZE, torch.uint8, (80, 90) if large else ()),
     ):
         pool = _pool(model, storage)
-        attention, *rest = paged_attention(
+        attention, *combine = paged_attention(
             q, pool, pool, out,
-            cu_seqlens_q=cu, seq_lens=lengths, block_tables=tables, split_tiles=split_tiles, parts=parts,
+            cu_seqlens_q=cu, seq_lens=lengths, block_tables=tables, split_tiles=split_tiles,
+            parts=None if what == "prefill" and storage == torch.bfloat16 else parts,
             tiles=tiles_for(group, model.head_dim, queries, pool.itemsize, hopper=arch == 90),
             block_size=block_size,
             scales=None if storage == torch.bfloat16 else (scale, scale),
@@ -139,7 +140,7 @@ def _attention(model: Sizes, arch: int) -> Iterator[Case]:
         kind = {torch.bfloat16: "bf16", torch.uint8: "e4m3", torch.int8: "int8"}[storage]
         name = f"attention {what} {kind} page {block_size} {model.name}"
         yield Case(name, attention, has_dot=True, archs=archs)
-    yield Case(f"attention combine {model.name}", rest[0], archs=(90,) if large else ())
+    yield Case(f"attention combine {model.name}", combine[0], archs=(90,) if large else ())
     if large:
         sizes = {"programs": 264, "kv_heads": 8, "block_q": 4, "block_n": 64, "window": 1024}
         yield Case("attention plan", plan_splits(cu, lengths, split_tiles, **sizes), wide_loads=False)
