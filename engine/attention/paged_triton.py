@@ -9,6 +9,7 @@ batch of long contexts keeps the whole device busy; how far is decided on the de
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -183,6 +184,7 @@ class _Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._lock = threading.Lock()
         self._held = torch.empty(0, dtype=torch.float32, device=device)
 
     def parts(self, tokens: int, heads: int, head_dim: int, splits: int) -> Parts:
@@ -191,9 +193,11 @@ class _Scratch:
 
         count = tokens * heads * splits
         needed = count * (head_dim + 2)
-        if len(self._held) < needed:
-            self._held = torch.empty(needed, dtype=torch.float32, device=self._device)
-        values, sums = self._held[: count * head_dim], self._held[count * head_dim : needed]
+        with self._lock:  # one step is planned while a shape of another is captured
+            if len(self._held) < needed:
+                self._held = torch.empty(needed, dtype=torch.float32, device=self._device)
+            held = self._held
+        values, sums = held[: count * head_dim], held[count * head_dim : needed]
         return Parts(values.view(tokens, heads, splits, head_dim), sums.view(tokens, heads, splits, 2))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -82,3 +84,22 @@ def test_what_the_kernel_cannot_hold_has_a_reason() -> None:
     assert probe("paged", spec, CPU, torch.float32) is None
     wide = replace(spec, head_dim=512)
     assert "heads of at most 256" in str(probe("paged", wide, CPU, torch.float32))
+
+
+def test_memory_for_parts_only_grows_whoever_asks_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is planned while a shape is captured, which must find what the run before it left."""
+    scratch = paged_triton._Scratch(CPU)
+    other = threading.Thread(target=scratch.parts, args=(40, 2, 16, 8))
+    empty = torch.empty
+
+    def slow(count: int, **options: Any) -> torch.Tensor:
+        if not other.ident:
+            other.start()
+            other.join(0.1)
+        return empty(count, **options)
+
+    monkeypatch.setattr(paged_triton.torch, "empty", slow)
+    parts = scratch.parts(3, 2, 16, 4)
+    other.join()
+    assert parts.values.shape == (3, 2, 4, 16)
+    assert len(scratch._held) == 40 * 2 * 8 * 18
