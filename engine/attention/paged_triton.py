@@ -1,8 +1,9 @@
 """Attention by a Triton kernel that finds keys and values through the block tables: nothing is gathered.
 
 Rows of few new tokens (decoding, drafts to verify) and long ones (prefill) get launches of their own, for
-they want tiles of different shapes. Rows of few new tokens may be split along their keys, so that a small
-batch of long contexts keeps the whole device busy; how far is decided on the device, once a step.
+they want tiles of different shapes. Rows may be split along their keys, so that a small batch of long
+contexts, or a short chunk behind a long prefix, keeps the whole device busy; how far is decided on the
+device, once a step.
 
 8-bit keys and values are widened in registers, and their scales are applied there.
 """
@@ -80,14 +81,14 @@ class PagedAttention:
             if first == last:
                 continue
             here = slice(first, last)
-            most = int(rows.num_new[here].max())
-            tiles = self._tiles(spec, most, kv)
-            # Rows of a prefill have tiles of queries enough to keep a device busy.
-            parts = self._parts(spec, short, int(rows.num_new[here].sum())) if last == short else None
+            new = rows.num_new[here]
+            tiles = self._tiles(spec, int(new.max()), kv)
+            parts = self._parts(spec, new, tiles, captured=last == short)
             for window in windows:
                 split = self._split(cu[first : last + 1], lengths[here], tiles, window, spec, parts)
+                tokens = int(new.sum())
                 groups[window].append(
-                    _Group(cu[first : last + 1], lengths[here], tables[here], split, parts, tiles)
+                    _Group(cu[first : last + 1], lengths[here], tables[here], split, parts, tiles, tokens)
                 )
         return _PagedPlan([(window, groups[window]) for window in spec.layer_windows], kv)
 
@@ -111,11 +112,21 @@ class PagedAttention:
         group = spec.num_heads // spec.num_kv_heads
         return tiles_for(group, spec.head_dim, max_queries, kv.k[0].itemsize, hopper=self._hopper)
 
-    def _parts(self, spec: ModelSpec, rows: int, tokens: int) -> Parts | None:
+    def _parts(self, spec: ModelSpec, new: Ints, tiles: Tiles, *, captured: bool) -> Parts:
+        """Room for parts of rows with ``new`` tokens each, for no token where splitting them is of no use.
+
+        There always is some, so that splitting or not is nothing to compile for. captured: a graph of the
+        launch may serve rows of other lengths, so only how many there are counts.
+        """
         from engine.kernels.attention_rows import most_splits
 
-        splits = most_splits(rows, spec.num_kv_heads)
-        return None if splits == 1 else self._scratch.parts(tokens, spec.num_heads, spec.head_dim, splits)
+        if captured:
+            splits = most_splits(len(new), spec.num_kv_heads)
+        else:  # tiles of queries may be enough to keep a device busy
+            there = int((-(-new // tiles.block_q)).sum())
+            splits = min(most_splits(there, spec.num_kv_heads), self._programs // (there * spec.num_kv_heads))
+        tokens = int(new.sum()) if splits > 1 else 0
+        return self._scratch.parts(tokens, spec.num_heads, spec.head_dim, max(1, splits))
 
     def _split(
         self,
@@ -124,13 +135,13 @@ class PagedAttention:
         tiles: Tiles,
         window: int | None,
         spec: ModelSpec,
-        parts: Parts | None,
+        parts: Parts,
     ) -> Tensor:
         """Tiles of keys that one program takes, int32 [1]. Nothing looks at it where nothing is split."""
         from engine.kernels.attention_rows import plan_splits
 
         split = torch.ones(1, dtype=torch.int32, device=lengths.device)
-        if parts is not None:
+        if len(parts.values):
             plan_splits(
                 cu, lengths, split,
                 programs=self._programs, kv_heads=spec.num_kv_heads,
@@ -141,14 +152,16 @@ class PagedAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows that share a launch: int32 [rows + 1], [rows], [rows, most blocks], and how they are cut."""
+    """Rows that share a launch: int32 [rows + 1], [rows], [rows, most blocks], how they are cut, and how many
+    new tokens they have."""
 
     cu: Tensor
     lengths: Tensor
     tables: Tensor
     split_tiles: Tensor
-    parts: Parts | None
+    parts: Parts
     tiles: Tiles
+    tokens: int
 
 
 class _PagedPlan:
@@ -172,7 +185,7 @@ class _PagedPlan:
             for launch in self._kernel(
                 q, kv.k[layer], kv.v[layer], out,
                 cu_seqlens_q=group.cu, seq_lens=group.lengths, block_tables=group.tables,
-                split_tiles=group.split_tiles, parts=group.parts, tiles=group.tiles,
+                split_tiles=group.split_tiles, parts=group.parts, tiles=group.tiles, tokens=group.tokens,
                 block_size=kv.block_size, window=window, scales=scales,
             ):  # fmt: skip
                 launch.run()

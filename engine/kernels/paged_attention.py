@@ -233,6 +233,7 @@ def paged_attention(
     parts: Parts | None,
     tiles: Tiles,
     block_size: int,
+    tokens: int | None = None,
     window: int | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Launch, ...]:
@@ -244,10 +245,12 @@ def paged_attention(
     seq_lens: int32 [rows], the keys of each row, new ones included. block_tables: int32 [rows, most blocks];
     entries of blocks that nothing attends to may hold anything. A row without tokens computes nothing.
     split_tiles: int32 [1], see `engine.kernels.attention_rows.plan_splits`. parts: None to split nothing.
+    tokens: at least so many new tokens as the rows have together; None for those of q.
     window: a token attends to so many tokens, itself included. scales: of keys and values, float32
     [kv_heads], for a pool in 8 bits.
     """
-    tokens, heads, dim = q.shape
+    all_tokens, heads, dim = q.shape
+    tokens = all_tokens if tokens is None else tokens
     kv_heads, rows = k_pool.shape[1], seq_lens.shape[0]
     kind = kind_of(k_pool.dtype)
     if (kind != "none") != (scales is not None):

@@ -157,12 +157,13 @@ def test_verification_of_drafts_and_rows_without_tokens(splits: int) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 64] if ALL_SHAPES else [None, 40])
-def test_chunks_of_a_prompt_beside_single_tokens(window: int | None) -> None:
-    """Rows of several tiles, found by searching for them; only the first rows have room for parts."""
+@pytest.mark.parametrize("split_tokens", [3, None])
+def test_chunks_of_a_prompt_beside_single_tokens(window: int | None, split_tokens: int | None) -> None:
+    """Rows of several tiles, found by searching for them; only the first rows have room for parts, or all."""
     x = step([(1, 100), (2, 9), (70, 70), (0, 3), (45, 90)], 4, 2, 64, window=window)
     tiles = tiles_for(2, 64, 70, 4, hopper=False)
     assert not tiles.one_tile
-    got = run(x, splits=4, split_tokens=3, tiles=replace(tiles, block_n=32))
+    got = run(x, splits=4, split_tokens=split_tokens, tiles=replace(tiles, block_n=32))
     assert_close(got, x.exact(), torch.float32, factor=4.0)
 
 
