@@ -1,9 +1,10 @@
 // Attention over paged keys and values, read where they lie.
 //
 // A chunk of work is one KV head of some new tokens of one request. All its queries, those tokens times the query heads
-// that share the KV head, see each tile of keys and values once it was widened to float32, in a core's nearest cache.
-// The softmax is computed as its keys come along: a running maximum, and a sum and an output relative to it, that are
-// scaled down when the maximum grows (Milakov and Gimelshein, arXiv 1805.02867).
+// that share the KV head, see each tile of keys and values while it is in a core's nearest cache: widened to float32
+// once, or where they lie if they are few or float32 already. The softmax is computed as its keys come along: a running
+// maximum, and a sum and an output relative to it, that are scaled down when the maximum grows (Milakov and Gimelshein,
+// arXiv 1805.02867).
 //
 // Tiles begin at multiples of TILE positions, and a query's sums run over its keys in ascending order, so that what
 // comes out depends neither on the requests beside it nor on how many of its tokens are computed at once.
@@ -12,13 +13,17 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "threads.h"
 #include "vectors.h"
 
-constexpr int64_t TILE = 32;        // keys that are widened at once
-constexpr int MAX_VECTORS = 8;      // of an output that are held in registers
+constexpr int64_t TILE = 32;       // keys that are seen at once
+constexpr int PARTS = TILE / WIDTH;  // vectors of scores of a tile
+constexpr int MAX_PAIRS = 4;         // of vectors of an output that are held in registers
+constexpr int64_t PAIR = 2 * WIDTH;
+constexpr int64_t FEW = 12;          // queries up to which widening keys of 16 bits beforehand takes more than it saves
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 static_assert(TILE % WIDTH == 0, "scores of a tile are whole vectors");
 
@@ -47,7 +52,9 @@ struct AttentionLayer {
 namespace {
 
 struct Scratch {
-    std::vector<float> queries, outputs, maxima, sums, keys, values;
+    std::vector<Floats> queries, outputs, sums, keys, values;  // vectors, so that none lies across two lines of a cache
+    std::vector<float> maxima;
+    int64_t places[TILE];
     float weights[TILE];
 };
 
@@ -61,8 +68,16 @@ struct Range {
     int64_t first, last;
 };
 
-template <typename Query, typename Stored>
+// PAIRED: a head is whole pairs of vectors, and its numbers are in the order of `Stored::first` and `second` while they
+// are computed with. IN_PLACE: keys and values are read where they lie in the pool, which needs that order. It makes no
+// difference to what comes out.
+template <typename Query, typename Stored, bool PAIRED, bool IN_PLACE>
 class Chunk {
+    static_assert(PAIRED || !IN_PLACE);
+    using Number = typename Stored::Stored;
+    using Wide = std::conditional_t<IN_PLACE, Stored, Float32>;  // what is multiplied with
+    using WideNumber = typename Wide::Stored;
+
   public:
     Chunk(const AttentionItems& items, const AttentionLayer& layer, int64_t chunk)
         : scratch(own_scratch()),
@@ -75,7 +90,7 @@ class Chunk {
           position(items.positions[item]),
           table(items.tables + items.rows[item] * items.table_width),
           block_size(items.block_size),
-          padded((layer.head_dim + WIDTH - 1) / WIDTH * WIDTH) {}
+          padded((layer.head_dim + PAIR - 1) / PAIR * PAIR) {}
 
     void compute() {
         const int64_t end = position + count, oldest = seen(0).first;
@@ -84,14 +99,8 @@ class Chunk {
         for (int64_t at = oldest / TILE * TILE; at < end; at += TILE) {
             const Range tile{std::max(at, oldest), std::min(at + TILE, end)};
             fetch({at + TILE, std::min(at + 2 * TILE, end)});
-            widen(layer.k, scratch.keys, at, tile);
-            widen(layer.v, scratch.values, at, tile);
-            for (int64_t token = 0; token < count; token++) {
-                const Range keys = seen(token);
-                const Range here{std::max(keys.first, tile.first) - at, std::min(keys.last, tile.last) - at};
-                if (here.first >= here.last) continue;
-                for (int64_t head = 0; head < group; head++) add_tile(token * group + head, here);
-            }
+            take_keys(at, tile);
+            for (int64_t query = 0; query < count * group; query++) add_tile(query, at, tile);
         }
         give_outputs();
     }
@@ -103,22 +112,34 @@ class Chunk {
         return {layer.window ? std::max<int64_t>(0, last - layer.window) : 0, last};
     }
 
+    // Those of a tile that begins at `at` that a query sees, as distances from `at`; none if the first is the last.
+    Range seen_of_tile(int64_t query, int64_t at, Range tile) const {
+        const Range keys = seen(query / group);
+        const int64_t begin = std::max(keys.first, tile.first);
+        return {begin - at, std::max(begin, std::min(keys.last, tile.last)) - at};
+    }
+
     void take_queries() {
         const float scale = layer.scale * (layer.k_scales ? layer.k_scales[kv_head] : 1.0f);
-        const size_t size = count * group * padded;
-        scratch.queries.assign(size, 0.0f);
-        scratch.outputs.assign(size, 0.0f);
+        const size_t size = count * group * padded / WIDTH;
+        scratch.queries.assign(size, Floats{});
+        scratch.outputs.assign(size, Floats{});
         scratch.maxima.assign(count * group, NEVER);
-        scratch.sums.assign(count * group, 0.0f);
-        scratch.keys.assign(TILE * padded, 0.0f);
-        scratch.values.assign(TILE * padded, 0.0f);
+        scratch.sums.assign(count * group, Floats{});
         const auto* q = static_cast<const typename Query::Stored*>(layer.q);
         for (int64_t token = 0; token < count; token++)
             for (int64_t head = 0; head < group; head++) {
-                float* to = &scratch.queries[(token * group + head) * padded];
-                widen_row<Query>(q + (first + token) * layer.q_row + (kv_head * group + head) * layer.head_dim, to,
-                                 layer.head_dim);
-                for (int64_t i = 0; i < layer.head_dim; i++) to[i] *= scale;
+                const auto* from = q + (first + token) * layer.q_row + (kv_head * group + head) * layer.head_dim;
+                float* to = query_of(token * group + head);
+                if constexpr (PAIRED) {
+                    for (int64_t d = 0; d < padded; d += PAIR) {
+                        store(to + d, Query::first(from + d) * scale);
+                        store(to + d + WIDTH, Query::second(from + d) * scale);
+                    }
+                } else {
+                    widen_row<Query>(from, to, layer.head_dim);
+                    for (int64_t i = 0; i < layer.head_dim; i++) to[i] *= scale;
+                }
             }
     }
 
@@ -134,9 +155,8 @@ class Chunk {
 
     // Ask for keys and values before they are needed. They lie too far apart for a core to foresee it.
     void fetch(Range positions) const {
-        constexpr int64_t LINE = 64 / sizeof(typename Stored::Stored);
-        const auto *k = static_cast<const typename Stored::Stored*>(layer.k),
-                   *v = static_cast<const typename Stored::Stored*>(layer.v);
+        constexpr int64_t LINE = 64 / sizeof(Number);
+        const auto *k = static_cast<const Number*>(layer.k), *v = static_cast<const Number*>(layer.v);
         each_place(positions, [&](int64_t, int64_t at) {
             for (int64_t i = 0; i < layer.head_dim; i += LINE) {
                 __builtin_prefetch(k + at + i);
@@ -145,76 +165,131 @@ class Chunk {
         });
     }
 
-    // Keys or values at the positions of `tile`, each at its distance from `at`.
-    void widen(const void* pool, std::vector<float>& to, int64_t at, Range tile) const {
-        const auto* stored = static_cast<const typename Stored::Stored*>(pool);
-        float* wide = to.data();
+    // Where the keys and values at the positions of `tile` are, each by its distance from `at`. Those that are not in
+    // the tile stand in for each other: what comes of them is not used.
+    void take_keys(int64_t at, Range tile) {
+        int64_t* places = scratch.places;
+        if constexpr (IN_PLACE) {
+            keys = static_cast<const WideNumber*>(layer.k);
+            values = static_cast<const WideNumber*>(layer.v);
+            each_place(tile, [&](int64_t i, int64_t place) { places[i - at] = place; });
+            std::fill(places, places + (tile.first - at), places[tile.first - at]);
+            std::fill(places + (tile.last - at), places + TILE, places[tile.first - at]);
+        } else {
+            for (int64_t i = 0; i < TILE; i++) places[i] = i * padded;
+            keys = widen(layer.k, scratch.keys, at, tile);
+            values = widen(layer.v, scratch.values, at, tile);
+        }
+    }
+
+    const float* widen(const void* pool, std::vector<Floats>& held, int64_t at, Range tile) const {
+        held.resize(TILE * padded / WIDTH);
+        float* to = reinterpret_cast<float*>(held.data());
+        const auto* stored = static_cast<const Number*>(pool);
         each_place(tile, [&](int64_t i, int64_t place) {
-            widen_row<Stored>(stored + place, wide + (i - at) * padded, layer.head_dim);
-        });
-    }
-
-    // Lanes of a tile's part from `first` on that are not `here`: their weight will be 0.
-    static Floats hide(Floats scores, int first, Range here) {
-        Ints at;
-        for (int i = 0; i < WIDTH; i++) at[i] = first + i;
-        return (at >= int32_t(here.first)) & (at < int32_t(here.last)) ? scores : splat(NEVER);
-    }
-
-    void add_tile(int64_t query, Range here) {
-        constexpr int PARTS = TILE / WIDTH;
-        const float *q = &scratch.queries[query * padded], *keys = scratch.keys.data();
-        const int64_t size = padded;
-        Floats scores[PARTS], highest = splat(NEVER);
-        for (int p = 0; p < PARTS; p++) {
-            Floats sums[WIDTH] = {};
-            const float* key = keys + p * WIDTH * size;
-            for (int64_t d = 0; d < size; d += WIDTH) {
-                const Floats part = load(q + d);
-                for (int j = 0; j < WIDTH; j++) sums[j] += part * load(key + j * size + d);
+            const Number* from = stored + place;
+            float* row = to + (i - at) * padded;
+            if constexpr (PAIRED) {
+                for (int64_t d = 0; d < padded; d += PAIR) {
+                    store(row + d, Stored::first(from + d));
+                    store(row + d + WIDTH, Stored::second(from + d));
+                }
+            } else {
+                widen_row<Stored>(from, row, layer.head_dim);
+                std::fill(row + layer.head_dim, row + padded, 0.0f);
             }
-            scores[p] = hide(lane_sums(sums), p * WIDTH, here);
+        });
+        return to;
+    }
+
+    // A query sees a tile that begins at `at`.
+    void add_tile(int64_t query, int64_t at, Range tile) {
+        const Range here = seen_of_tile(query, at, tile);
+        if (here.first >= here.last) return;
+        const int begin = int(here.first) / WIDTH, end = int(here.last - 1) / WIDTH + 1;
+        Floats scores[PARTS], highest = splat(NEVER);
+        for (int p = begin; p < end; p++) {
+            scores[p] = score(query, p);
+            if (p * WIDTH < here.first || (p + 1) * WIDTH > here.last) scores[p] = hide(scores[p], p * WIDTH, here);
             highest = scores[p] > highest ? scores[p] : highest;
         }
-        const float before = scratch.maxima[query], now = std::max(before, lane_max(highest));
+        const float before = scratch.maxima[query];
+        const Floats known = splat(before), found = lane_max(highest), now = found > known ? found : known;
         Floats total = {};
-        for (int p = 0; p < PARTS; p++) {
+        for (int p = begin; p < end; p++) {
             const Floats weights = exponential(scores[p] - now);
             store(scratch.weights + p * WIDTH, weights);
             total += weights;
         }
-        const float kept = before == now ? 1.0f : std::exp(before - now);
-        scratch.maxima[query] = now;
-        scratch.sums[query] = scratch.sums[query] * kept + lane_sum(total);
-        add_values<MAX_VECTORS>(&scratch.outputs[query * padded], 0, kept, here);
+        const float kept = before == now[0] ? 1.0f : exponential(known - now)[0];
+        scratch.maxima[query] = now[0];
+        scratch.sums[query] = scratch.sums[query] * kept + total;
+        add_values<MAX_PAIRS>(output_of(query), 0, kept, here);
     }
 
-    template <int VECTORS>
-    void add_values(float* output, int64_t from, float kept, Range here) {
-        const float *weights = scratch.weights, *values = scratch.values.data();
-        const int64_t size = padded;
-        for (; from + VECTORS * WIDTH <= padded; from += VECTORS * WIDTH) {
-            Floats sums[VECTORS];
-            for (int v = 0; v < VECTORS; v++) sums[v] = load(output + from + v * WIDTH) * kept;
+    float* query_of(int64_t query) const { return reinterpret_cast<float*>(scratch.queries.data()) + query * padded; }
+    float* output_of(int64_t query) const { return reinterpret_cast<float*>(scratch.outputs.data()) + query * padded; }
+
+    // A query's scores of the keys in one part of a tile.
+    Floats score(int64_t query, int part) const {
+        const float* q = query_of(query);
+        const int64_t* places = scratch.places + part * WIDTH;
+        Floats even[WIDTH / 2] = {}, odd[WIDTH / 2] = {};
+        for (int64_t d = 0; d < padded; d += PAIR) {
+            const Floats first = load(q + d), second = load(q + d + WIDTH);
+            for (int j = 0; j < WIDTH / 2; j++) {
+                const WideNumber *a = keys + places[2 * j] + d, *b = keys + places[2 * j + 1] + d;
+                even[j] += first * Wide::first(a);
+                odd[j] += first * Wide::first(b);
+                even[j] += second * Wide::second(a);
+                odd[j] += second * Wide::second(b);
+            }
+        }
+        return lane_sums(lane_pairs(even), lane_pairs(odd));
+    }
+
+    // Lanes that are not `here` of scores from the tile's key `first` on: their weight will be 0.
+    static Floats hide(Floats scores, int first, Range here) {
+        Ints at;
+        for (int i = 0; i < WIDTH; i++) at[i] = i;
+        return (at >= int32_t(here.first) - first) & (at < int32_t(here.last) - first) ? scores : splat(NEVER);
+    }
+
+    // Add the values of a tile's keys, by their weights, to what a query has of those before.
+    template <int PAIRS>
+    void add_values(float* output, int64_t from, float kept, Range here) const {
+        const float* weights = scratch.weights;
+        const int64_t* places = scratch.places;
+        for (; from + PAIRS * PAIR <= padded; from += PAIRS * PAIR) {
+            Floats sums[2 * PAIRS];
+            for (int v = 0; v < 2 * PAIRS; v++) sums[v] = load(output + from + v * WIDTH) * kept;
             for (int64_t i = here.first; i < here.last; i++) {
                 const Floats weight = splat(weights[i]);
-                const float* value = values + i * size + from;
-                for (int v = 0; v < VECTORS; v++) sums[v] += weight * load(value + v * WIDTH);
+                const WideNumber* value = values + places[i] + from;
+                for (int p = 0; p < PAIRS; p++) {
+                    sums[2 * p] += weight * Wide::first(value + p * PAIR);
+                    sums[2 * p + 1] += weight * Wide::second(value + p * PAIR);
+                }
             }
-            for (int v = 0; v < VECTORS; v++) store(output + from + v * WIDTH, sums[v]);
+            for (int v = 0; v < 2 * PAIRS; v++) store(output + from + v * WIDTH, sums[v]);
         }
-        if constexpr (VECTORS > 1) add_values<VECTORS / 2>(output, from, kept, here);
+        if constexpr (PAIRS > 1) add_values<PAIRS / 2>(output, from, kept, here);
     }
 
     void give_outputs() const {
         const float scale = layer.v_scales ? layer.v_scales[kv_head] : 1.0f;
         auto* out = static_cast<typename Query::Stored*>(layer.out);
         for (int64_t query = 0; query < count * group; query++) {
-            const float* from = &scratch.outputs[query * padded];
-            const float factor = scale / scratch.sums[query];
+            const float* from = output_of(query);
+            const float factor = scale / lane_sum(scratch.sums[query]);
             const int64_t token = first + query / group, head = kv_head * group + query % group;
             auto* to = out + (token * layer.heads + head) * layer.head_dim;
-            for (int64_t i = 0; i < layer.head_dim; i++) to[i] = Query::narrow(from[i] * factor);
+            if constexpr (PAIRED) {
+                for (int64_t d = 0; d < padded; d += PAIR)
+                    Query::join(load(from + d) * factor, load(from + d + WIDTH) * factor, to + d);
+            } else {
+                for (int64_t i = 0; i < layer.head_dim; i++) to[i] = Query::narrow(from[i] * factor);
+            }
         }
     }
 
@@ -223,12 +298,21 @@ class Chunk {
     const int64_t item, kv_head, group, count, first, position;
     const int64_t* table;
     const int64_t block_size, padded;
+    const WideNumber *keys = nullptr, *values = nullptr;
 };
 
 template <typename Query, typename Stored>
 void attention(const AttentionItems& items, const AttentionLayer& layer, int num_threads) {
-    share(items.num_items * layer.kv_heads, num_threads,
-          [&](int64_t chunk) { Chunk<Query, Stored>(items, layer, chunk).compute(); });
+    share(items.num_items * layer.kv_heads, num_threads, [&](int64_t chunk) {
+        if constexpr (std::is_same_v<Query, Stored>) {
+            const int64_t queries = items.counts[chunk / layer.kv_heads] * (layer.heads / layer.kv_heads);
+            const bool paired = layer.head_dim % PAIR == 0;
+            if (paired && (std::is_same_v<Stored, Float32> || queries <= FEW))
+                return Chunk<Query, Stored, true, true>(items, layer, chunk).compute();
+            if (paired) return Chunk<Query, Stored, true, false>(items, layer, chunk).compute();
+        }
+        Chunk<Query, Stored, false, false>(items, layer, chunk).compute();
+    });
 }
 
 }  // namespace

@@ -3,8 +3,9 @@
 // A forward pass makes some hundred of them, one behind the other. Waking a sleeping thread takes as long as such a
 // job, so workers look out for the next one for a short while, but only as long as a pass is under way; otherwise they
 // sleep. After the first microseconds they let others have the core between two looks: those of torch's own threads
-// that are needed in the same pass, and other programs. Whoever is free takes the next chunk: a thread that has to wait for its core, because another program runs
-// there, holds up nobody but the one chunk that it works on, and one that was not woken yet holds up nobody at all.
+// that are needed in the same pass, and other programs. Whoever is free takes the next chunk: a thread that has to wait
+// for its core, because another program runs there, holds up nobody but the one chunk that it works on, and one that
+// was not woken yet holds up nobody at all.
 
 #include "threads.h"
 

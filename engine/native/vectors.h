@@ -37,9 +37,16 @@ static inline void store(float* to, Floats from) { std::memcpy(to, &from, sizeof
 
 static inline Floats splat(float value) { return value - Floats{}; }
 
-// How numbers are stored. Each reads WIDTH of them, or one, as float32.
+// How numbers are stored. Each reads WIDTH of them, or one, as float32. Those that say so also read 2 * WIDTH as two
+// vectors, in an order of their own that costs nothing, and write two such vectors back.
 struct Float32 {
     using Stored = float;
+    static Floats first(const float* from) { return load(from); }
+    static Floats second(const float* from) { return load(from + WIDTH); }
+    static void join(Floats first, Floats second, float* to) {
+        store(to, first);
+        store(to + WIDTH, second);
+    }
     static Floats widen(const float* from) { return load(from); }
     static float one(float stored) { return stored; }
     static float narrow(float value) { return value; }
@@ -48,6 +55,17 @@ struct Float32 {
 // The upper half of the float32 of the same value.
 struct BFloat16 {
     using Stored = uint16_t;
+    // Of each pair of neighbours the one at the lower address is the lower half of a word.
+    static Floats first(const uint16_t* from) { return (Floats)(read<Words>(from) << 16); }
+    static Floats second(const uint16_t* from) { return (Floats)(read<Words>(from) & 0xffff0000u); }
+    static Words rounded(Floats value) {  // as `narrow` does, in the upper half
+        const Words bits = (Words)value, even = bits + 0x7fffu + (bits >> 16 & 1u);
+        return value == value ? even : bits | 0x400000u;
+    }
+    static void join(Floats first, Floats second, uint16_t* to) {
+        const Words words = rounded(first) >> 16 | (rounded(second) & 0xffff0000u);
+        std::memcpy(to, &words, sizeof words);
+    }
     static Floats widen(const uint16_t* from) {
         return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
     }
@@ -136,16 +154,22 @@ static inline Floats halved(Floats a, Floats b, std::integer_sequence<int, LANE.
            __builtin_shufflevector(a, b, lane_of(LANE, SIZE, true)...);
 }
 
-// The sums over the lanes of WIDTH vectors, that of vectors[i] in lane i. Overwrites them.
+// The first steps towards the sums over the lanes of WIDTH vectors, for every second one of them, `vectors`: what is left
+// to do is `halved<2>` of the result for those with even numbers and of the one for those with odd numbers. That has the
+// sum of vector i in lane i. Overwrites them.
 template <int SIZE = WIDTH>
-static inline Floats lane_sums(Floats* vectors) {
-    if constexpr (SIZE == 1) {
+static inline Floats lane_pairs(Floats* vectors) {
+    if constexpr (SIZE == 2) {
         return vectors[0];
     } else {
-        for (int i = 0; i < SIZE / 2; i++)
-            vectors[i] = halved<SIZE>(vectors[i], vectors[i + SIZE / 2], std::make_integer_sequence<int, WIDTH>());
-        return lane_sums<SIZE / 2>(vectors);
+        for (int i = 0; i < SIZE / 4; i++)
+            vectors[i] = halved<SIZE>(vectors[i], vectors[i + SIZE / 4], std::make_integer_sequence<int, WIDTH>());
+        return lane_pairs<SIZE / 2>(vectors);
     }
+}
+
+static inline Floats lane_sums(Floats even, Floats odd) {
+    return halved<2>(even, odd, std::make_integer_sequence<int, WIDTH>());
 }
 
 static inline float lane_sum(Floats values) {
@@ -154,10 +178,18 @@ static inline float lane_sum(Floats values) {
     return sum;
 }
 
-static inline float lane_max(Floats values) {
-    float highest = values[0];
-    for (int i = 1; i < WIDTH; i++) highest = values[i] > highest ? values[i] : highest;
-    return highest;
+template <int STEP, int... LANE>
+static inline Floats moved(Floats values, std::integer_sequence<int, LANE...>) {
+    return __builtin_shufflevector(values, values, (LANE ^ STEP)...);
+}
+
+// The largest lane, in all lanes.
+template <int STEP = WIDTH / 2>
+static inline Floats lane_max(Floats values) {
+    const Floats other = moved<STEP>(values, std::make_integer_sequence<int, WIDTH>());
+    const Floats higher = values > other ? values : other;
+    if constexpr (STEP == 1) return higher;
+    else return lane_max<STEP / 2>(higher);
 }
 
 // e^x for x up to 88, 0 below -87; within 2 units in the last place.
