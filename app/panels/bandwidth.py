@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt, Signal
+from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.i18n import N_, tr, tr_engine, tr_later
@@ -17,6 +18,7 @@ VERDICTS = {
     "memory-bound": N_("Memory-bound"), "mixed": N_("Mixed"), "compute-bound": N_("Compute-bound"),
     "overhead-bound": N_("Overhead-bound"), "idle": N_("Idle"), "unknown": N_("Not known yet"),
 }  # fmt: skip
+SPACES = 16  # between the parts and below them, in pixels
 
 
 class BandwidthPanel(QWidget):
@@ -84,6 +86,19 @@ class BandwidthPanel(QWidget):
             self._grid.addWidget(value, i, 1)
             self._grid.setColumnStretch(1, 1)
 
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._fit_words()
+
+    def _fit_words(self) -> None:
+        """Where the panel is low, the verdict's tooltip says what else is written below it."""
+        width = self.verdict.width()
+        others = (self.chart.minimumSizeHint().height(), self._grid.sizeHint().height(),
+                  self.verdict.sizeHint().height(), self.source.heightForWidth(width), SPACES)  # fmt: skip
+        self.explanation.setVisible(
+            self.height() >= sum(others) + max(0, self.explanation.heightForWidth(width))
+        )
+
     def refresh(self) -> None:
         """Draw the chart."""
         self.chart.refresh()
@@ -108,7 +123,9 @@ class BandwidthPanel(QWidget):
         self._values["flops"].setText(_pair(flops(roof.flops_s), used))
         self.verdict.setText(tr_later(VERDICTS.get(roof.verdict, roof.verdict)))
         self.explanation.setText(tr_engine(roof.explanation))
+        self.verdict.setToolTip(plain_tip(self.explanation.text()))
         self._show_source()
+        self._fit_words()
 
     def _show_source(self) -> None:
         device = self._session.device

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PySide6.QtCore import QByteArray, QRect, Qt
+from PySide6.QtCore import QByteArray, QRect, QSize, Qt
 from PySide6.QtGui import QImage
 from PySide6.QtWidgets import QAbstractButton, QAbstractSpinBox, QApplication, QComboBox, QLineEdit, QWidget
 from pytestqt.qtbot import QtBot
@@ -19,7 +19,7 @@ from app.console import Console
 from app.main_window import PANELS, MainWindow
 from app.net.types import BlockView, LinkState, LinkStatus
 from app.panels.bandwidth import describe_gpu
-from app.settings import LAYOUT_VERSION
+from app.settings import LAYOUT_VERSION, MIN_SIZE
 from app.units import NONE
 from ipc.messages import CfgSet, GpuRow, Preempted
 from tests.app import builders as b
@@ -142,6 +142,22 @@ def test_d04_without_nvml_the_panel_says_so_and_models(window: MainWindow, link:
     assert panel._values["peak"].text() == "10.0\u00a0GB/s"
     assert panel.verdict.text()
     assert window.console.errors.total == 0
+
+
+@pytest.mark.parametrize("size", [MIN_SIZE, QSize(1280, 800), QSize(1440, 900)])
+def test_no_words_are_cut_below_the_bandwidth(window: MainWindow, link: FeedLink, size: QSize) -> None:
+    """What has no room is in the verdict's tooltip instead."""
+    link.ready()
+    window.resize(size)
+    beat(window, 1)
+    link.traffic()
+    beat(window)
+    panel = window.bandwidth
+    for words in (panel.verdict, panel.explanation, panel.source):
+        if words.isVisible():
+            assert words.height() >= words.heightForWidth(words.width()), words.text()
+    assert panel.explanation.text() in panel.verdict.toolTip()
+    assert panel.explanation.isVisible() or size == MIN_SIZE
 
 
 def test_a_card_is_described_by_what_nvml_tells(window: MainWindow, link: FeedLink) -> None:
