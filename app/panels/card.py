@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from PySide6.QtCore import Signal
+from PySide6.QtCore import Qt, Signal
 from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QFrame, QScrollArea, QStackedLayout, QWidget
 
@@ -110,6 +110,7 @@ class CardPanel(QWidget):
             FactSpec(key, tr_later(each.name), tr_later(each.tip), wide=True)
             for key, each in READINGS.items()
         ])  # fmt: skip
+        self.facts.values["throttle"].setWordWrap(True)  # there may be several reasons
         page = QWidget()
         page.setProperty("role", "page")
         page.setLayout(
@@ -118,6 +119,7 @@ class CardPanel(QWidget):
         area = QScrollArea()
         area.setWidgetResizable(True)
         area.setFrameShape(QFrame.Shape.NoFrame)
+        area.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
         area.setWidget(page)
         self.empty = EmptyState("")
         self._stack = QStackedLayout(self)

@@ -7,6 +7,7 @@ import msgspec
 from app import i18n
 from app.main_window import MainWindow
 from app.panels.card import READINGS
+from app.settings import MIN_SIZE
 from ipc.messages import GpuRow
 from tests.app import builders as b
 from tests.app.gui.conftest import beat
@@ -86,3 +87,14 @@ def test_without_a_card_the_reason_stands_there(window: MainWindow, link: FeedLi
     beat(window)
     assert window.card.empty.title.text() == "No graphics card is in use"
     assert "no library" in window.card.empty.text.text()
+
+
+def test_nothing_is_cut_in_the_smallest_window(window: MainWindow, link: FeedLink) -> None:
+    """Every reading has its width; what does not fit in height is scrolled to."""
+    link.ready()
+    window.resize(MIN_SIZE)
+    show(window, link, CARD)
+    area = window.card.facts.parentWidget().parentWidget()
+    assert window.card.facts.minimumSizeHint().width() <= area.width()
+    for value in window.card.facts.values.values():
+        assert value.width() >= value.minimumSizeHint().width()
