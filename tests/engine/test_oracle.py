@@ -18,6 +18,7 @@ import pytest
 
 from engine import runner
 from engine.knobs import KNOBS
+from engine.native import unavailable
 from engine.ops.choice import COMPILE, FUSED
 from engine.ops.compiled_ops import CompiledParts
 from ipc.messages import KnobValue, Sampling
@@ -26,9 +27,12 @@ from tests.engine.oracle import MODELS, NEW_TOKENS, Expected, demo, draft_model,
 
 # --- combinations --------------------------------------------------------------------------------
 
+NATIVE = not unavailable()
+SWITCH = (False, True) if NATIVE else (False,)
 FEATURES: dict[str, tuple[Any, ...]] = {
     "model": MODELS,
-    "attention": ("naive", "sdpa"),
+    "attention": ("naive", "sdpa", "paged") if NATIVE else ("naive", "sdpa"),
+    **dict.fromkeys(FUSED, SWITCH),
     "chunk": (1, 7, 64, None),
     "block_size": (1, 16, 128),
     "cache": ("off", "cold", "warm"),
@@ -75,7 +79,16 @@ def engine_for(expected: Expected, row: dict[str, Any], **knobs: Any) -> Engine:
     """An engine with the features of a row; its pool is so small that blocks run out where that is wanted."""
     longest = max(len(p) + len(i) for p, i in zip(expected.prompts, expected.ids, strict=True))
     blocks = -(-longest // row["block_size"]) + 1
-    plain = ("attention", "block_size", "kv_allocation", "batching", "batch_wait_ms", "policy", "overlap")
+    plain = (
+        "attention",
+        *FUSED,
+        "block_size",
+        "kv_allocation",
+        "batching",
+        "batch_wait_ms",
+        "policy",
+        "overlap",
+    )
     return Engine(
         expected.loaded,
         pool_tokens=blocks * row["block_size"] if row["preempt"] == "for blocks" or row["host"] else 1024,
@@ -156,6 +169,11 @@ def happened(engine: Engine, row: dict[str, Any], last: Sequence[int], others: S
         wanted = {"cancels": "cancelled", "stop strings": "stop"}[row["disturb"]]
         assert wanted in {engine.heard.done[rid].finish for rid in others}
     assert {step.attention for step in steps} == {row["attention"]}
+    fused = {"fused_norm": "norm", "fused_rope_kv": "rope_kv", "fused_mlp": "mlp"}
+    for step in steps:
+        assert {knob for knob, part in fused.items() if f",{part}=native" in step.kernels} == {
+            knob for knob in fused if row[knob]
+        }
 
 
 def drive(engine: Engine, row: dict[str, Any], others: Sequence[int]) -> None:
