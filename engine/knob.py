@@ -36,8 +36,8 @@ class Knob:
     """One optimization. ``lossy`` ones may change outputs.
 
     ``requires`` names the knobs, and the value of each (or several: ``a or b``), without which this one has
-    no effect; it is told, not enforced, so that each knob can be flipped alone. ``reason`` set means not
-    available anywhere, ``reasons`` of the context under this id that it is not available here.
+    no effect; it is told, not enforced, so that each knob can be flipped alone. ``reasons`` of the context
+    under this id say that it is not available here.
     ``choice_reason`` says for each choice why it cannot run here, or "" if it can. ``conflict`` says why its
     value cannot be had together with those of the knobs in ``conflicts_with``, or "" if it can.
     """
@@ -55,14 +55,13 @@ class Knob:
     minimum: float | None = None
     maximum: float | None = None
     requires: Mapping[str, str] = field(default_factory=dict)
-    reason: str = ""
     choice_reason: Callable[[str, KnobContext], str] | None = None
     conflict: Callable[[Mapping[str, KnobValue], KnobContext], str] | None = None
     conflicts_with: tuple[str, ...] = ()
 
     def unavailable(self, context: KnobContext) -> str:
         """Why the knob can only stay at its default here, or "" if it can be used."""
-        return self.reason or context.reasons.get(self.id, "")
+        return context.reasons.get(self.id, "")
 
     def refused_choices(self, context: KnobContext) -> dict[str, str]:
         """Choices that cannot run here and why."""

@@ -119,7 +119,7 @@ def knob_values(pairs: Sequence[str]) -> dict[str, KnobValue]:
         why = knob.why_not(
             value, KnobContext(device="cuda", attention=BY_ID["attention"].choices, draft_model="given")
         )
-        if why and not (knob.reason and value == knob.default):
+        if why:
             raise ConfigError(f"--knob {pair}: {why}")
         values[name] = value
     return values

@@ -29,8 +29,7 @@ def test_ids_are_unique_and_every_default_can_be_taken() -> None:
     assert len(BY_ID) == len(KNOBS)
     context = KnobContext()
     for knob in KNOBS:
-        if not knob.reason:
-            assert knob.why_not(knob.default, context) == "", knob.id
+        assert knob.why_not(knob.default, context) == "", knob.id
         assert set(knob.requires) <= set(BY_ID), knob.id
         assert len(knob.help) > 20
 
