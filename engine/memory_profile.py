@@ -51,13 +51,17 @@ class LargestStep:
         return cls(tokens, max(1, min(int(values["max_num_seqs"] or 0), tokens // (drafted + 1))), drafted)
 
     def rows_of(self, block_size: int, context: int) -> list[TextRow]:
-        """The rows over block 0: one prompt whose last tokens fill the step up, at the end of a context of
-        ``context`` tokens if it is as long, and requests that decode.
+        """The rows over block 0: as many prompts as fill the step up, the first at the end of a context of
+        ``context`` tokens, which none exceeds, and requests that decode.
         """
         each = self.drafted + 1
-        room = self.tokens - each * (self.rows - 1)
-        chunk = max(1, min(room - self.drafted, context - self.drafted))
-        lengths = [(max(context - self.drafted, chunk), chunk), *[(1, 1)] * (self.rows - 1)]
+        room = max(0, self.tokens - each * self.rows)
+        lengths = []
+        for row in range(self.rows):
+            more = min(room, max(0, context - each))
+            room -= more
+            new = 1 + more
+            lengths.append((new if row else max(new, context - self.drafted), new))
         return [
             TextRow(
                 token_ids=[DUMMY] * length,

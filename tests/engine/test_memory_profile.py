@@ -87,8 +87,14 @@ def test_rows_never_ask_for_more_tokens_than_a_step_has(
     assert step.rows == rows
     made = step.rows_of(16, 4096)
     assert sum(row.num_new + len(row.draft) for row in made) == max(tokens, drafted + 1)
-    short = LargestStep.of(knobs).rows_of(16, 5)
-    assert max(row.num_tokens + len(row.draft) for row in short) <= max(5, drafted + 1)
+    assert made[0].num_tokens + len(made[0].draft) == 4096
+
+
+def test_several_prompts_fill_a_step_that_is_longer_than_a_context() -> None:
+    step = LargestStep(tokens=96, rows=8, drafted=2)
+    made = step.rows_of(16, 30)
+    assert [row.num_new + 2 for row in made] == [30, 30, 21, 3, 3, 3, 3, 3]
+    assert [row.num_tokens + 2 for row in made] == [row.num_new + 2 for row in made]
 
 
 def test_a_step_that_does_not_fit_is_told_with_what_there_is(
