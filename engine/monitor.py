@@ -178,7 +178,8 @@ class GpuMonitor:
     def _chosen(self, cards: Sequence[Card]) -> list[Card]:
         uuid = self._uuid
         if uuid is not None:
-            found = find(cards, uuid)
+            # Of a part of a card torch tells the UUID too, without saying what it is of.
+            found = find(cards, uuid) or find(cards, MIG + uuid.removeprefix(GPU))
             if not found:
                 self._tell(f"the driver lists no card {uuid}, which the engine computes on")
             return found[:1]

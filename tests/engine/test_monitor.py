@@ -360,6 +360,8 @@ def test_a_part_of_a_card_tells_what_it_can(driver: Driver, start: Callable[...,
     assert row.error == ""
     monitor.follow("MIG-1111")
     wait_until(lambda: monitor.rows()[0].uuid == PARTS[0].uuid, "the part that computes is shown")
+    monitor.follow(PARTS[1].uuid.removeprefix("MIG-"))
+    wait_until(lambda: monitor.rows()[0].uuid == PARTS[1].uuid, "as torch names it, without a kind")
 
 
 def test_errors_that_the_driver_reports_are_told(

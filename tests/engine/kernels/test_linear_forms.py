@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels import availability
 from engine.layers.precision import (
@@ -81,6 +82,7 @@ def weights() -> dict[str, QuantizedWeight]:
 
 
 WEIGHTS = weights()
+EXPANDED = [offer for offer in forms_cuda.OFFERED["fp8"] if offer.name.startswith("dequant")]
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
@@ -159,14 +161,33 @@ def test_few_rows_are_widened_many_expanded_and_the_name_says_which(monkeypatch:
     torch.testing.assert_close(layer(x), whole, rtol=0.02, atol=0.02 * float(whole.abs().max()))
 
 
+class _NothingAsked(TorchDispatchMode):
+    """Fails where the host would wait for the device, or something would be copied from or to it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"), name
+        assert "device" not in (kwargs or {}) or not name.startswith("aten::_to_copy"), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products_ask_the_device_nothing(name: str) -> None:
+    """So that CUDA graphs can be captured: weights are checked when they are made, not at each call."""
+    weight = WEIGHTS[name]
+    expanded = [form_of(weight.kind, offer) for offer in EXPANDED]
+    for form in (*forms(weight.kind).values(), *expanded):
+        multiply = form.build(weight, None, torch.float32)
+        x = randn(3, weight.shape[1])
+        with _NothingAsked():
+            multiply(x)
+
+
 def test_int8_codes_are_not_held_again() -> None:
     weight = WEIGHTS["int8 a channel"]
     built = tuple(form.build(weight, None, torch.float32) for form in forms("int8").values())
     assert isinstance(weight, Int8Weight)
     assert held_bytes(built) == weight.codes.nbytes + weight.scales.nbytes
-
-
-EXPANDED = [offer for offer in forms_cuda.OFFERED["fp8"] if offer.name.startswith("dequant")]
 
 
 @pytest.mark.parametrize("offer", EXPANDED, ids=lambda offer: offer.name)
