@@ -65,7 +65,7 @@ FLIPS: dict[str, tuple[KnobValue, ...]] = {
     "kv_dtype": ("model", "int8", "fp8_e4m3"),
     "kv_host_gib": (0.0, 0.001),
     "sliding_window": (0, 12),
-    "attention": ("naive", "sdpa"),
+    "attention": ("naive", "sdpa", "auto"),
     "speculation": ("off", "ngram", "ngram"),
     "spec_tokens": (2, 16),
     "spec_adaptive": (True, False),

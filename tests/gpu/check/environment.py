@@ -14,7 +14,18 @@ from tests.gpu.check.context import Context
 from tests.gpu.check.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("torch", "triton", "transformers", "numpy", "pyzmq", "msgspec", "flash-attn")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "numpy",
+    "pyzmq",
+    "msgspec",
+    "flash-attn",
+    "nvidia-cublas",
+    "nvidia-cublas-cu12",
+    "nvidia-cublas-cu13",
+)
 CARD = (
     "name", "driver_version", "clocks.current.sm", "clocks.current.memory", "clocks.max.sm",
     "clocks.max.memory",

@@ -72,10 +72,11 @@ class Book:
 def run(context: Context) -> dict[str, Any]:
     book, s = Book(context), sizes(context)
     tiny = context.settings.tiny
-    contexts = (40,) if tiny else (1024, 4096)
-    batches = (2,) if tiny else (64, 32, 128, 1, 8, 256)
-    for length in contexts:
-        for batch in batches:
+    batches: dict[int, tuple[int, ...]] = {
+        1024: (64, 32, 128, 1, 8, 256), 4096: (64, 32, 128, 1, 8, 256), 16384: (1, 8),
+    }  # fmt: skip
+    for length, several in ({40: (2,)} if tiny else batches).items():
+        for batch in several:
             for kind, storage in (("bf16", BF16), ("e4m3", torch.uint8)):
                 book.take(
                     f"attention decode {kind}, batch {batch}, {length}",
