@@ -82,6 +82,11 @@ def bring_up(
     knobs = KnobStore(context, config.knobs)
     progress("allocating the KV pool", 0, 0)
     core = EngineCore(loaded, config, knobs, sink, device_info=info, consume=True, progress=progress)
+    # Requests do not wait for the compiler: what it makes of a kernel is kept, in TRITON_CACHE_DIR.
+    core.runner.warm_up(
+        int(knobs["max_num_seqs"] or 1),
+        lambda done, total: progress(f"compiling the kernels of graphs: shape {done + 1} of {total}", 0, 0),
+    )
     log.info("%s is ready on %s in %s", loaded.info.name, info.name, loaded.info.dtype)
     return core, knobs, loaded.tokenizer
 

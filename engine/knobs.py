@@ -333,9 +333,10 @@ _KERNELS = (
         default=False,
         requires={"attention": "paged or auto", "fused_rope_kv": "true"},
         help="Steps without prompts are padded to one of some shapes and replayed from a graph, which "
-        "launches all of their kernels at once. A shape is captured when it is first met. With fused "
-        "sampling the graph chooses the tokens too, but for log-probabilities and drafts that are judged by "
-        "their probabilities. Each step says which it was replayed in, or none.",
+        "launches all of their kernels at once. A shape is captured when it is first met; switched on at "
+        "start, kernels of decoding steps are compiled before the first request. With fused sampling the "
+        "graph chooses the tokens too, but for log-probabilities and drafts that are judged by their "
+        "probabilities. Each step says which it was replayed in, or none.",
     ),
     Knob(
         id="compile",

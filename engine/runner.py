@@ -7,7 +7,7 @@ before it is computed by another thread. `ModelRunner.compute` does the rest, on
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -332,6 +332,15 @@ class ModelRunner:
     def host_nbytes(self, arena: Arena) -> int:
         """Bytes that an arena of host memory takes."""
         return self._host.nbytes(arena)
+
+    def warm_up(self, max_rows: int, told: Callable[[int, int], None]) -> None:
+        """Compile the kernels of steps that will be replayed, of up to ``max_rows`` requests.
+
+        Nothing where graphs are off. ``told`` hears how many shapes were run, and of how many.
+        """
+        make_current(self.device)
+        with torch.inference_mode():
+            self.graphs.warm_up(self._attention, self._pool(), self._windowed, self.max_len, max_rows, told)
 
     def prepare(self, scheduled: Sequence[ScheduledRow]) -> Prepared:
         """Build what a step with at least one request needs. May run while another step is computed.

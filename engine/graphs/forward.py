@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from engine.attention.base import AttentionBackend, AttentionPlan, Ints, Rows
 from engine.batch import Batch
 from engine.graphs.choosing import GraphChooser, awaited
 from engine.graphs.driver import Arrival, Captured, Driver, is_device_lost
-from engine.graphs.shapes import GraphShape, shape_of
+from engine.graphs.shapes import ROWS, GraphShape, Kind, shape_of
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
@@ -220,7 +221,28 @@ class GraphedForward:
             self.nbytes += self._logits.nbytes
         return self._logits[:tokens]
 
-    def _capture(self, shape: GraphShape) -> _Entry | None:
+    def warm_up(self, max_rows: int, told: Callable[[int, int], None]) -> None:
+        """Run what graphs of decoding steps will hold, the largest first, up to ``max_rows`` requests.
+
+        So that each variant of a kernel is compiled before anybody waits for it. Nothing is captured, and
+        nothing in the pool changes. ``told`` hears how many shapes were run, and of how many. A shape that
+        fails is told of when it is to be captured. RuntimeError if the device is lost.
+        """
+        kind: Kind = "logits" if self._chooser is None else "tokens"
+        shapes = [GraphShape(rows, 1, kind) for rows in ROWS[: bisect_left(ROWS, max_rows) + 1]]
+        for done, shape in enumerate(reversed(shapes)):
+            told(done, len(shapes))
+            if not self._fits(shape):
+                continue
+            try:
+                self._body(*self._entry(shape))()
+            except RuntimeError as error:
+                if is_device_lost(error):
+                    raise
+                log.exception("steps of %s could not be run before they are captured", shape)
+
+    def _entry(self, shape: GraphShape) -> tuple[_Entry, Rows]:
+        """Static memory for a shape, with nobody in it, and rows of that shape."""
         rows = _empty_rows(shape, self._max_blocks, self._kv.block_size)
         packed = self._attention.pack(rows, shape.rows, self._max_blocks)
         split = 3 * shape.tokens + (0 if self._chooser is None else self._chooser.num_words(shape))
@@ -233,6 +255,10 @@ class GraphedForward:
         entry.parts[2].fill_(NO_SLOT)  # nobody is there while it is captured
         if self._chooser is not None:
             self._chooser.clear(entry.parts[3], shape)
+        return entry, rows
+
+    def _capture(self, shape: GraphShape) -> _Entry | None:
+        entry, rows = self._entry(shape)
         try:
             entry.captured = self._driver.capture(self._body(entry, rows))
         except RuntimeError as error:
@@ -242,7 +268,7 @@ class GraphedForward:
             self._refused[shape] = "failed"
             return None
         self._entries[shape] = entry
-        self.nbytes += entry.captured.nbytes + device.nbytes + chosen.nbytes
+        self.nbytes += entry.captured.nbytes + entry.device.nbytes + entry.chosen.nbytes
         self._most_tokens = max(self._most_tokens, shape.tokens)
         log.info("captured steps of %s, graphs take %d MiB now", shape, self.nbytes >> 20)
         return entry

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -84,10 +86,36 @@ class Graphs:
         """
         if self._driver is None:
             return None
+        forward = self._forward_for(attention, kv, spec, max_len)
+        if isinstance(forward, str):
+            self.counts.misses[forward] += 1
+            return None
+        return forward.step_for(batch)
+
+    def warm_up(
+        self,
+        attention: AttentionBackend,
+        kv: KVCache,
+        spec: ModelSpec,
+        max_len: int,
+        max_rows: int,
+        told: Callable[[int, int], None],
+    ) -> None:
+        """Compile what graphs will hold, if any can be captured. See `GraphedForward.warm_up`."""
+        if self._driver is None:
+            return
+        forward = self._forward_for(attention, kv, spec, max_len)
+        if not isinstance(forward, str):
+            forward.warm_up(max_rows, told)
+
+    def _forward_for(
+        self, attention: AttentionBackend, kv: KVCache, spec: ModelSpec, max_len: int
+    ) -> GraphedForward | str:
+        """What replays steps of the decoder as it is now, or in a word why none can be."""
+        assert self._driver is not None
         why = self._why_not(attention)
         if why or not isinstance(attention, Capturable):
-            self.counts.misses[why] += 1
-            return None
+            return why
         forward = self._forward
         fused = self._sampler.fused
         if forward is None or not forward.holds_for(attention, kv, spec, fused):
@@ -98,7 +126,7 @@ class Graphs:
                 self._decoder, attention, kv, spec, self._driver, self.counts, chooser,
                 max_blocks=-(-max_len // kv.block_size), budget_bytes=BUDGET_BYTES,
             )  # fmt: skip
-        return forward.step_for(batch)
+        return forward
 
     def _why_not(self, attention: AttentionBackend) -> str:
         """Which part of the decoder cannot be captured as it is, "" if all can."""

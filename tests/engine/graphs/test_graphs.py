@@ -20,7 +20,7 @@ from engine.runner import ModelRunner
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine
 from tests.engine.driving import CPU, Driver, prompt, tiny
-from tests.engine.graphs.fakes import CAPTURABLE, GRAPH_BYTES, FakeDriver, StaticAttention
+from tests.engine.graphs.fakes import CAPTURABLE, GRAPH_BYTES, FakeDriver, GreedySampling, StaticAttention
 from tests.engine.oracle import tiny as expected_of
 from tests.engine.oracle import told
 
@@ -177,6 +177,65 @@ def test_a_shape_that_cannot_be_captured_runs_without(
     said = [record for record in caplog.records if "cannot be captured" in record.message]
     assert len(said) == 1
     assert "not permitted when stream is capturing" in str(said[0].exc_info)
+
+
+def warmed(engine: Engine, max_rows: int) -> list[tuple[int, int]]:
+    """What was told while kernels were run that graphs will hold."""
+    told: list[tuple[int, int]] = []
+    engine.core.runner.warm_up(max_rows, lambda done, total: told.append((done, total)))
+    return told
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+def test_kernels_run_before_anybody_comes(
+    sampling: bool, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest shape first, up to one with room for all who may run; the pool stays as it is, nothing is
+    captured, and texts are right afterwards. Without graphs nothing is run."""
+    expected = expected_of("llama")
+    engine = engine_with_graphs()
+    runner = engine.core.runner
+    runner.sampler.fused = GreedySampling() if sampling else None
+    assert runner.kv is not None
+    before = [paged.clone() for paged in runner.kv.paged]
+    tokens: list[int] = []
+    forward = runner.decoder.forward
+    monkeypatch.setattr(
+        runner.decoder, "forward", lambda ids, *rest: tokens.append(len(ids)) or forward(ids, *rest)
+    )
+    assert warmed(engine, 5) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert tokens == [8, 4, 2, 1]
+    assert fake.captures == 0
+    assert all(torch.equal(then, now) for then, now in zip(before, runner.kv.paged, strict=True))
+    rid = engine.submit(expected.prompts[2], Sampling(max_tokens=4, ignore_eos=True))
+    engine.run()
+    assert engine.ids(rid) == expected.ids[2][:4]
+    runner.graphs.switch(False)
+    assert warmed(engine, 5) == []
+
+
+def test_what_fails_before_it_is_captured_fails_nobody(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says it with the reason, the other shapes are run; but a lost device is the engine's end."""
+    engine = engine_with_graphs()
+    decoder = engine.core.runner.decoder
+    forward = decoder.forward
+    error: list[RuntimeError] = [torch.OutOfMemoryError("no room for 8 tokens")]
+
+    def failing(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if len(ids) == 8:
+            raise error[0]
+        return forward(ids, *rest)
+
+    monkeypatch.setattr(decoder, "forward", failing)
+    assert len(warmed(engine, 8)) == 4
+    [said] = [record for record in caplog.records if "before they are captured" in record.message]
+    assert "steps of 8x1" in said.message
+    assert "no room for 8 tokens" in str(said.exc_info)
+    error[0] = capture_error(700)
+    with pytest.raises(torch.AcceleratorError):
+        warmed(engine, 8)
 
 
 def test_a_device_that_is_lost_while_capturing_is_no_shape_that_cannot_be_captured(fake: FakeDriver) -> None:
