@@ -106,6 +106,13 @@ class PagedAttention:
         packed[2 * count + 1 : total].reshape(count, width)[:there, :have] = rows.tables
         return packed.view(np.int64)
 
+    def lengths(self, spec: ModelSpec, kv: KVCache) -> tuple[int, ...]:
+        """Numbers of new tokens of a row that each need a kernel of their own; no others do."""
+        from engine.kernels.paged_attention import SHORT_ROWS
+
+        each = {self._tiles(spec, most, kv): most for most in range(SHORT_ROWS + 1, 0, -1)}
+        return tuple(sorted(each.values()))
+
     def _tiles(self, spec: ModelSpec, max_queries: int, kv: KVCache) -> Tiles:
         from engine.kernels.paged_attention import tiles_for
 

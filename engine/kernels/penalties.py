@@ -11,7 +11,7 @@ from engine.kernels.launch import Launch
 _BLOCK = 256  # tokens of a row that one program scatters
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cu", "tokens", "counts", "repetition", "presence", "frequency"])
 def _penalize(
     scores,
     cu,

@@ -71,7 +71,7 @@ def _store_part(
     tl.store(v_pool + v_at, new, mask=written & is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots", "k_scale", "v_scale"])
 def _qk_norm_rope_kv_write(
     qkv,
     positions,

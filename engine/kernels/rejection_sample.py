@@ -20,7 +20,7 @@ from engine.kernels.vocabulary import place_in_block
 _BLOCK = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids", "tokens", "cu", "accepted", "own"])
 def _match_drafts(ids, tokens, cu, accepted, own, BLOCK: tl.constexpr):
     request = tl.program_id(0)
     first = tl.load(cu + request)
@@ -71,7 +71,9 @@ def _rest_total(p_row, q_row, n, refused, BLOCK: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["tokens", "cu", "finite", "seeds", "positions", "accepted", "own"]
+)
 def _rejection_sample(
     target,
     proposal,

@@ -20,7 +20,9 @@ NOT_FINITE = -1
 """The id of a row whose largest logit is not finite."""
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "seeds", "positions", "ids"]
+)
 def _sample(
     logits,
     temperature,
@@ -60,7 +62,7 @@ def _sample(
     tl.store(ids + row, chosen.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p"])
 def _probabilities(
     logits,
     temperature,

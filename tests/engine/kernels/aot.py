@@ -86,10 +86,21 @@ def _source(launch: Launch) -> ASTSource:
     signature: dict[str, str] = {}
     constants: dict[Any, Any] = {}
     attributes: dict[Any, Any] = {}
-    for i, param in enumerate(launch.kernel.params):
+    for i, (name, kind, spec) in enumerate(specialized(launch)):
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[(i,)] = spec
+        elif spec:
+            attributes[(i,)] = CUDABackend.parse_attr(spec)
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def specialized(launch: Launch) -> list[tuple[str, str, Any]]:
+    """Each parameter's name and type, and what is compiled in: a constant's value, else its alignment."""
+    out: list[tuple[str, str, Any]] = []
+    for param in launch.kernel.params:
         if param.is_constexpr:
-            signature[param.name] = "constexpr"
-            constants[(i,)] = launch.constants[param.name]
+            out.append((param.name, "constexpr", launch.constants[param.name]))
             continue
         value = launch.arguments[param.name]
         kind, spec = native_specialize_impl(
@@ -99,12 +110,8 @@ def _source(launch: Launch) -> ASTSource:
             not param.do_not_specialize,
             not param.do_not_specialize_on_alignment,
         )
-        signature[param.name] = kind
-        if kind == "constexpr":
-            constants[(i,)] = value
-        elif spec:
-            attributes[(i,)] = CUDABackend.parse_attr(spec)
-    return ASTSource(launch.kernel, signature, constants, attributes)
+        out.append((param.name, kind, value if kind == "constexpr" else spec))
+    return out
 
 
 def _tool(name: str, cubin: bytes, *args: str) -> str:

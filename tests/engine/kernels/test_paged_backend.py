@@ -26,12 +26,17 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU has, a CPU has here."""
     monkeypatch.setattr(paged, "source", lambda device: paged_triton)
     monkeypatch.setattr(choice, "sources", lambda device: (triton_ops,))
-    monkeypatch.setattr(attention_rows, "GRID", 48)  # programs without work take the interpreter's time too
+    # Programs without work take the interpreter's time too.
+    monkeypatch.setattr(attention_rows, "GRID", 48)
+    monkeypatch.setattr(paged_triton, "INTERPRETED_PROGRAMS", 3)
 
 
 @pytest.mark.parametrize(("window", "block_size"), [(None, 16), (8, 4)])
-def test_mixed_rows_equal_attention_over_the_tokens_themselves(window: int | None, block_size: int) -> None:
+def test_mixed_rows_equal_attention_over_the_tokens_themselves(
+    window: int | None, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows that are split and rows that are not, in one step. See `check_mixed_rows`."""
+    monkeypatch.setattr(paged_triton, "INTERPRETED_PROGRAMS", 8)
     check_mixed_rows(get_backend("paged", CPU), window, block_size)
 
 
