@@ -2,7 +2,8 @@
 
 Before compute capability 8.9 there are no instructions for e4m3 and Triton has no type for it; then its bits
 are made and read with integer arithmetic, bit for bit the same (OCP 8-bit floating point, arXiv 2209.05433:
-1 sign, 4 exponent and 3 mantissa bits, bias 7, no infinities, NaN is 0x7F).
+1 sign, 4 exponent and 3 mantissa bits, bias 7, no infinities, NaN is 0x7F). ``NATIVE`` is 0 there, and 89, 90
+and so on, ten times the capability, elsewhere.
 """
 
 from __future__ import annotations
@@ -61,7 +62,13 @@ def decode(stored, TO: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
     elif KIND == "none":
         return stored.to(TO)
     elif NATIVE:
-        return stored.to(tl.float8e4nv, bitcast=True).to(TO)
+        number = stored.to(tl.float8e4nv, bitcast=True)
+        if NATIVE < 90:
+            # From float16, which the instruction gives, to bfloat16 there is none before 9.0, and not every
+            # compiler goes round it.
+            return number.to(tl.float16).to(tl.float32).to(TO)
+        else:
+            return number.to(TO)
     else:
         # Read as float16 the same bits stand for 2^-8 of the number, for its bias is 15.
         wide = stored.to(tl.uint16)

@@ -62,12 +62,15 @@ class Launch:
 
 
 @functools.cache
-def has_native_fp8(device: torch.device) -> bool:
-    """Whether kernels may convert to e4m3 in hardware: from compute capability 8.9 on.
+def native_fp8(device: torch.device) -> int:
+    """Ten times the compute capability where kernels may convert to e4m3 in hardware, from 89 on, else 0.
 
-    Not in the interpreter, whose conversion to e4m3 loses the carry of the mantissa (7.9 becomes 4, not 8).
+    0 in the interpreter, whose conversion to e4m3 loses the carry of the mantissa (7.9 becomes 4, not 8).
     """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor if (major, minor) >= (8, 9) else 0
 
 
 def next_power_of_2(n: int) -> int:

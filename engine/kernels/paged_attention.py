@@ -21,7 +21,7 @@ from engine.kernels.attention_parts import Parts, combine_parts
 from engine.kernels.attention_rows import MAX_SPLITS, row_of_tile, split_row
 from engine.kernels.codes import decode, kind_of
 from engine.kernels.dot import dot
-from engine.kernels.launch import FLOATS, Launch, has_native_fp8, next_power_of_2
+from engine.kernels.launch import FLOATS, Launch, native_fp8, next_power_of_2
 
 MIN_ROWS = 16  # of a tile: the least that tensor cores take
 SHORT_ROWS = 64  # up to this many rows of queries a tile holds all that a row has; beyond, it is prefill
@@ -300,7 +300,7 @@ def paged_attention(
             "BLOCK_M": tiles.block_m,
             "ONE_TILE": tiles.one_tile,
             "SPLITS": parts is not None,
-            "NATIVE": has_native_fp8(q.device),
+            "NATIVE": native_fp8(q.device),
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.codes import encode, kind_of, reference_encode
-from engine.kernels.launch import FLOATS, Launch, has_native_fp8, next_power_of_2
+from engine.kernels.launch import FLOATS, Launch, native_fp8, next_power_of_2
 
 HEADS_A_PROGRAM = 8  # so that one token alone still spreads over several multiprocessors
 MAX_HEAD_DIM = 256
@@ -209,7 +209,7 @@ def qk_norm_rope_kv_write(
             "GROUP": group,
             "NORM": head_norm is not None,
             "KIND": kind,
-            "NATIVE": has_native_fp8(q.device),
+            "NATIVE": native_fp8(q.device),
         },
         num_warps=2 if group * half_block <= 512 else 4,
     )

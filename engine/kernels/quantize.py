@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.codes import LARGEST, SCALE_FLOOR, encode, kind_of, reference_encode, row_scale
-from engine.kernels.launch import FLOATS, Launch, has_native_fp8, next_power_of_2, warps_for
+from engine.kernels.launch import FLOATS, Launch, native_fp8, next_power_of_2, warps_for
 
 MAX_COLS = 32768  # a program holds a whole row in registers
 
@@ -58,7 +58,7 @@ def quantize(x: Tensor, codes: Tensor, scale: Tensor) -> Launch:
             "COLS": cols,
             "BLOCK": block,
             "KIND": kind_of(codes.dtype),
-            "NATIVE": has_native_fp8(codes.device),
+            "NATIVE": native_fp8(codes.device),
         },
         num_warps=warps_for(block),
     )

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.codes import encode, kind_of, row_scale
-from engine.kernels.launch import FLOATS, Launch, has_native_fp8, next_power_of_2, warps_for
+from engine.kernels.launch import FLOATS, Launch, native_fp8, next_power_of_2, warps_for
 
 MAX_HIDDEN = 16384  # a program holds a whole row in registers
 
@@ -80,7 +80,7 @@ def add_rmsnorm(
             "BLOCK": block,
             "ADD": x is not None,
             "KIND": kind_of(y.dtype),
-            "NATIVE": has_native_fp8(y.device),
+            "NATIVE": native_fp8(y.device),
         },
         num_warps=warps_for(block),
     )

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.codes import encode, kind_of, row_scale
-from engine.kernels.launch import FLOATS, Launch, has_native_fp8, next_power_of_2, warps_for
+from engine.kernels.launch import FLOATS, Launch, native_fp8, next_power_of_2, warps_for
 
 MAX_QUANTIZED = 32768  # a program that quantizes holds a whole row in registers
 _PART = 2048  # of a row, where parts need not know of each other
@@ -64,7 +64,7 @@ def silu_mul(gate_up: Tensor, y: Tensor, scale: Tensor | None = None) -> Launch:
         _silu_mul,
         (tokens, triton.cdiv(cols, block)),
         {"gate_up": gate_up, "y": y, "scale": scale},
-        {"COLS": cols, "BLOCK": block, "KIND": kind, "NATIVE": has_native_fp8(y.device)},
+        {"COLS": cols, "BLOCK": block, "KIND": kind, "NATIVE": native_fp8(y.device)},
         num_warps=warps_for(block),
     )
 

@@ -55,7 +55,7 @@ def compile_for(name: str, launch: Launch, arch: int) -> Compiled:
     start = time.perf_counter()
     constants = dict(launch.constants)
     if "NATIVE" in constants:
-        constants["NATIVE"] = arch >= NATIVE_FP8_FROM
+        constants["NATIVE"] = arch if arch >= NATIVE_FP8_FROM else 0
     target = GPUTarget("cuda", arch, 32)
     source = _source(replace(launch, constants=constants))
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
