@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 
 import torch
@@ -28,5 +29,24 @@ def probe(device: torch.device) -> str | None:
         return (
             f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, "
             f"Triton kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later"
+        )
+    return _cannot_launch(device)
+
+
+@functools.cache
+def _cannot_launch(device: torch.device) -> str | None:
+    """Why a kernel of one element does not come about, or None: a first launch needs more than triton.
+
+    It compiles a few lines of C against Python's headers, writes to a cache on the disk and loads the driver.
+    """
+    from engine.kernels import trial
+
+    try:
+        trial.run(device)
+    # Whatever it is, of triton, a compiler or the driver: it is what every other launch would fail with.
+    except Exception as error:
+        return (
+            f"a kernel of one element cannot be launched: {error} ({type(error).__name__}); Triton needs "
+            "a C compiler, Python's headers and a writable cache folder (TRITON_CACHE_DIR)"
         )
     return None

@@ -21,7 +21,7 @@ from engine.kernels.attention_parts import Parts, combine_parts
 from engine.kernels.attention_rows import MAX_SPLITS, row_of_tile, split_row
 from engine.kernels.codes import decode, kind_of
 from engine.kernels.dot import dot
-from engine.kernels.launch import FLOATS, Launch, native_fp8, next_power_of_2
+from engine.kernels.launch import FLOATS, INTERPRETED, Launch, native_fp8, next_power_of_2
 
 MIN_ROWS = 16  # of a tile: the least that tensor cores take
 SHORT_ROWS = 64  # up to this many rows of queries a tile holds all that a row has; beyond, it is prefill
@@ -36,6 +36,13 @@ def probe(
     """Why attention of these sizes cannot be served, or None. storage: of the pool, uint8 for e4m3."""
     if dtype not in FLOATS:
         return f"paged_attention needs queries in bfloat16, float16 or float32, not {dtype}"
+    if dtype == torch.float32 and not INTERPRETED:
+        # Not rounded to TF32, which loses what float32 is chosen for, it runs beside the tensor cores and
+        # takes more registers and shared memory than there are.
+        return (
+            "paged_attention multiplies on tensor cores, in bfloat16 or float16, and the model is in "
+            "float32; choose attention=sdpa, or a dtype of 16 bits"
+        )
     if storage not in STORAGES:
         return f"paged_attention cannot read a KV cache of {storage}"
     if head_dim > MAX_HEAD_DIM:

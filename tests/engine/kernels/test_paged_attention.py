@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels import paged_attention as kernel
 from engine.kernels.attention_parts import Parts
 from engine.kernels.attention_rows import MAX_SPLITS, most_splits, plan_splits, reference_plan_splits
 from engine.kernels.codes import reference_decode
@@ -270,6 +271,12 @@ def test_scales_go_with_eight_bits() -> None:
     x = step([(1, 3)], 2, 1, 64, storage=torch.int8)
     with pytest.raises(ValueError, match="int8 needs scales"):
         run(x)
+
+
+def test_float32_is_refused_where_it_would_not_be_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "INTERPRETED", False)
+    assert "choose attention=sdpa" in str(probe(32, 8, 128, 64, torch.float32, torch.float32))
+    assert probe(32, 8, 128, 64, torch.float16, torch.int8) is None
 
 
 def test_what_cannot_be_served_is_told() -> None:
