@@ -27,10 +27,13 @@ def kind_of(dtype: torch.dtype) -> str:
 
 @triton.jit
 def encode(x, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 x as it is stored in 8 bits, rounded to nearest even and clamped; e4m3 as uint8."""
+    """float32 x as it is stored in 8 bits, rounded to nearest even and clamped; e4m3 as uint8.
+
+    NaN stays NaN in e4m3 and becomes 0 in int8, which has none.
+    """
     if KIND == "int8":
         # Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
-        clamped = tl.minimum(tl.maximum(x, -127.0), 127.0)
+        clamped = tl.where(x == x, tl.minimum(tl.maximum(x, -127.0), 127.0), 0.0)
         bits = (clamped + 12582912.0).to(tl.int32, bitcast=True)
         return (bits - 0x4B400000).to(tl.int8)
     elif NATIVE:
@@ -78,10 +81,15 @@ def decode(stored, TO: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def row_scale(amax, KIND: tl.constexpr):
-    """The scale of a row of which ``amax`` is the largest magnitude."""
+def row_scale(row, KIND: tl.constexpr):
+    """The scale of a row of float32 numbers; NaN if one of them is.
+
+    The maximum of a device leaves NaN out, and the row would seem sound. Magnitudes have the order of their
+    bits, with NaN above all others.
+    """
     largest: tl.constexpr = 127.0 if KIND == "int8" else 448.0
-    return tl.div_rn(tl.maximum(amax, 1e-30), largest)
+    amax = tl.max(tl.abs(row).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
+    return tl.div_rn(tl.where(amax < 1e-30, 1e-30, amax), largest)
 
 
 def reference_encode(x: Tensor, kind: str) -> Tensor:

@@ -37,7 +37,7 @@ def _quantize(
     cols = tl.arange(0, BLOCK)
     inside = cols < COLS
     value = tl.load(x + row * stride + cols, mask=inside, other=0.0).to(tl.float32)
-    s = row_scale(tl.max(tl.abs(value), axis=0), KIND)
+    s = row_scale(value, KIND)
     tl.store(scale + row, s)
     tl.store(codes + row * COLS + cols, encode(tl.div_rn(value, s), KIND, NATIVE), mask=inside)
 

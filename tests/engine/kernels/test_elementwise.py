@@ -74,6 +74,29 @@ def test_quantize_is_bit_for_bit_what_the_layers_do_on_a_cpu(
     assert torch.equal(codes, expected)
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_number_that_is_not_finite_shows_in_its_row_and_in_no_other(storage: torch.dtype) -> None:
+    """A25: a NaN makes the scale of its token NaN, whichever kernel quantizes; an infinity is not hidden."""
+    x = randn(3, 96, dtype=torch.bfloat16)
+    x[1, 5], x[2, 90] = float("nan"), float("inf")
+    codes, scale = poisoned(3, 48, dtype=storage), poisoned(3, dtype=torch.float32)
+    both = torch.cat((x[:, :48], x[:, 48:]), dim=1).contiguous()
+    launches = {
+        "quantize": quantize.quantize(x[:, :48], codes, scale),
+        "silu_mul": silu_mul.silu_mul(both, codes, scale),
+        "add_rmsnorm": add_rmsnorm(
+            None, x[:, :48].contiguous(), torch.ones(48, device=DEVICE), 1e-5, codes, scale
+        ),
+    }
+    for name, launch in launches.items():
+        scale.fill_(-77.0)
+        launch.run()
+        assert scale[0].isfinite(), name
+        assert scale[1].isnan(), name
+        assert name != "silu_mul" or not scale[2].isfinite()
+
+
 def test_no_tokens_are_no_launch() -> None:
     empty = torch.empty(0, 64, device=DEVICE)
     add_rmsnorm(empty, empty, torch.ones(64, device=DEVICE), 1e-5, empty).run()
