@@ -13,7 +13,7 @@ from ipc.messages import KnobValue
 AUTO = "auto"
 ORDER: Mapping[str, tuple[str, ...]] = {
     "cuda": ("paged", "flash_attn", "varlen", "sdpa"),
-    "cpu": ("sdpa",),
+    "cpu": ("paged", "sdpa"),
 }
 """What `AUTO` stands for on each kind of device: the first that can run with the pool as it is."""
 

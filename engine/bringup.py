@@ -14,7 +14,7 @@ import torch
 
 from engine import out_of_memory
 from engine.attention.base import pool_limits
-from engine.availability import available
+from engine.availability import available, preferred
 from engine.config import ConfigError, EngineConfig
 from engine.hardware import DeviceError, choose_device, describe
 from engine.knob import KnobContext
@@ -78,6 +78,7 @@ def bring_up(
         draft_model="" if config.draft_model is None else str(config.draft_model),
         reasons=reasons,
         pools=pool_limits(device),
+        preferred=preferred(device, reasons),
     )
     knobs = KnobStore(context, config.knobs)
     progress("allocating the KV pool", 0, 0)

@@ -27,6 +27,8 @@ class KnobContext:
     # Why others cannot: of a knob by its id, of a choice by ``id=choice``.
     reasons: Mapping[str, str] = field(default_factory=dict)
     pools: Mapping[str, PoolLimits] = field(default_factory=dict)  # by attention; without an entry: any pool
+    # Values to start with that are better here than what is declared for every device.
+    preferred: Mapping[str, KnobValue] = field(default_factory=dict)
     draft_model: str = ""  # what --draft-model names
     quantization: str = ""  # how the model's weights are quantized as they were loaded, "" if they are not
 
@@ -58,6 +60,10 @@ class Knob:
     choice_reason: Callable[[str, KnobContext], str] | None = None
     conflict: Callable[[Mapping[str, KnobValue], KnobContext], str] | None = None
     conflicts_with: tuple[str, ...] = ()
+
+    def default_in(self, context: KnobContext) -> KnobValue:
+        """The value to start with here."""
+        return context.preferred.get(self.id, self.default)
 
     def unavailable(self, context: KnobContext) -> str:
         """Why the knob can only stay at its default here, or "" if it can be used."""
@@ -103,7 +109,7 @@ class Knob:
             help=self.help,
             type=self.type,
             apply=self.apply,
-            default=self.default,
+            default=self.default_in(context),
             lossy=self.lossy,
             unit=self.unit,
             choices=list(self.choices),

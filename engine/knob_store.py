@@ -46,7 +46,7 @@ class KnobStore:
     def __init__(self, context: KnobContext, initial: Mapping[str, KnobValue] | None = None) -> None:
         """Raises PatchRefused if an initial value cannot be taken."""
         self.context = context
-        self.values: Mapping[str, KnobValue] = {knob.id: knob.default for knob in KNOBS}
+        self.values: Mapping[str, KnobValue] = {knob.id: knob.default_in(context) for knob in KNOBS}
         self.rev = 0
         self.pending: Proposal | None = None
         self._lock = threading.Lock()
@@ -70,7 +70,7 @@ class KnobStore:
             knob = BY_ID.get(key)
             if knob is None:
                 refused[key] = f"there is no knob {key!r}"
-            elif knob.unavailable(self.context) and value == knob.default:
+            elif knob.unavailable(self.context) and value == knob.default_in(self.context):
                 continue  # saying that what is not there stays off changes nothing
             elif why := knob.why_not(value, self.context):
                 refused[key] = why

@@ -250,6 +250,15 @@ SPECS: tuple[Spec, ...] = (
         otherwise="With contexts this short attention is a small part of a step.",
     ),
     Spec(
+        knob="attention",
+        off="sdpa",
+        on="paged",
+        workload=w.batch(16, 256, 32),
+        figures=(f.DECODE_STEP_MS, f.OUT_TOK_S, f.ttft()),
+        expected="Keys and values are read where their blocks lie, not gathered for each layer and step.",
+        otherwise="With contexts this short attention is a small part of a step.",
+    ),
+    Spec(
         knob="fused_norm",
         off=False,
         on=True,

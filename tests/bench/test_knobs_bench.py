@@ -357,7 +357,7 @@ def test_entries_run_against_a_real_engine(session: Session, tmp_path: Path) -> 
 
 def test_what_cannot_run_and_what_breaks_off_do_not_stop_the_others(session: Session, tmp_path: Path) -> None:
     """A choice that this device does not have is skipped; a pool that is refused breaks off, and says why."""
-    (attention,) = chosen("attention")
+    (attention,) = chosen("attention=sdpa")
     elsewhere = dataclasses.replace(attention, on="flash_attn")
     too_small = dataclasses.replace(attention, pool_tokens=64)
     works = dataclasses.replace(attention, workload=knob_workloads.batch(2, 8, 2), figures=(f.AT_ONCE,))
@@ -374,7 +374,7 @@ def test_what_cannot_run_and_what_breaks_off_do_not_stop_the_others(session: Ses
 
 def test_a_knob_is_flipped_under_a_steady_load(session: Session) -> None:
     """Each stretch holds only steps of its own arm, in which everybody decodes."""
-    (attention,) = chosen("attention")
+    (attention,) = chosen("attention=sdpa")
     spec = dataclasses.replace(attention, workload=knob_workloads.long_streams, segments=2)
     runs = knobs.measure(session, spec, 1)
     assert [run.arm for run in runs] == ["off", "on", "on", "off"]

@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from engine.availability import preferred
 from engine.knob import KnobContext
 from engine.knob_store import KnobStore, PatchRefused
 from engine.knobs import BY_ID, KNOBS, list_knobs
@@ -67,6 +69,27 @@ def test_what_is_not_there_may_be_said_to_stay_off() -> None:
     store = KnobStore(KnobContext())
     assert store.validate(dict(store.values)) == {}
     assert store.propose(dict(store.values), 0).changed == {}
+
+
+def test_a_device_may_start_with_other_values_which_are_then_the_defaults() -> None:
+    """What resets a knob, and what the console calls changed, follow the device."""
+    context = KnobContext(preferred={"attention": "paged", "fused_norm": True})
+    store = KnobStore(context, {"fused_norm": False})
+    assert store["attention"] == "paged"
+    assert store["fused_norm"] is False  # what is asked for at start counts more
+    assert store["fused_mlp"] is False
+    defaults = {info.id: info.default for info in store.infos()}
+    assert defaults["attention"] == "paged"
+    assert defaults["fused_norm"] is True
+    assert defaults["fused_mlp"] is False
+
+
+def test_on_a_cpu_what_runs_in_cpp_is_preferred_and_only_that() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    fused = ("fused_norm", "fused_rope_kv", "fused_mlp")
+    assert preferred(cpu, {}) == dict.fromkeys(fused, True)
+    assert preferred(gpu, {}) == {}
+    assert preferred(cpu, dict.fromkeys(fused, "there is no C++ compiler")) == {}
 
 
 def test_attention_that_cannot_run_here_says_where() -> None:
