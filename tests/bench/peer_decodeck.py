@@ -47,12 +47,13 @@ class Decodeck:
         with self._client() as (client, _):
             collector = Collector(client)
             collector.run([item.ids for item in items], [item.out for item in items])
-            steps = _steps(client)
+            rows = _rows(client)
         requests = [
             RequestTimes(len(item.ids), times, done.row.cached_tok if done is not None else 0)
             for item, times, done in zip(items, collector.token_s, collector.done, strict=True)
         ]
-        return Times(requests, steps)
+        steps = [(row.weight_bytes + row.kv_bytes, row.flops) for row in rows]
+        return Times(requests, steps, rows[-1].weight_bytes if rows else 0)
 
     @contextmanager
     def _client(self) -> Iterator[tuple[Client, m.Welcome]]:
@@ -61,15 +62,15 @@ class Decodeck:
             yield client, client.hello()
 
 
-def _steps(client: Client) -> list[tuple[int, int]]:
-    """Bytes and operations of each step of the run that has just ended."""
+def _rows(client: Client) -> list[m.StepRow]:
+    """Each step of the run that has just ended."""
     rows: list[m.StepRow] = []
     deadline = time.monotonic() + ROWS_S
     while (left := deadline - time.monotonic()) > 0:
         for _, _, message in client.telemetry(left):
             if isinstance(message, m.StepRows):
                 rows += message.rows
-    return [(row.weight_bytes + row.kv_bytes, row.flops) for row in rows]
+    return rows
 
 
 def main(plan_file: str, model: str, threads: str, dtype: str, knobs: str) -> None:

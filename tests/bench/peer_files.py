@@ -96,6 +96,14 @@ def write_bf16_gguf(model: Path, out: Path) -> None:
     writer.close()
 
 
+def pass_bytes(file: Path) -> int:
+    """Bytes of a GGUF file's weights that one token's pass reads: all, but for an embedding beside a head."""
+    import gguf
+
+    tensors = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors}
+    return sum(tensors.values()) - (tensors.get("token_embd.weight", 0) if "output.weight" in tensors else 0)
+
+
 def main(kind: str, model: str, out: str) -> None:
     """Written beside its place and moved there when complete."""
     target = Path(out)

@@ -44,10 +44,12 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Times(msgspec.Struct, frozen=True, tag=True):
-    """What was measured. ``steps``: bytes moved and operations of each step, where a peer tells them."""
+    """What was measured. Where a peer tells them, ``steps``: bytes moved and operations of each step, and
+    ``weight_bytes``: bytes of weights that the last one read."""
 
     requests: list[RequestTimes]
     steps: list[tuple[int, int]] = []
+    weight_bytes: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

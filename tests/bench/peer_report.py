@@ -46,6 +46,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     missing: str = ""  # why it has no figures at all
     failed: dict[str, str] = {}  # by workload: why it has none there
     load_s: float | None = None
+    pass_bytes: int = 0  # of weights that one token's pass reads, where it is known
     ceilings: Ceilings | None = None
 
 
@@ -211,6 +212,9 @@ def text(report: Report) -> str:
             f"ceilings measured here: {report.ceilings.read_bytes_per_s / 1e9:.1f} GB/s read, "
             f"{report.ceilings.flops_per_s / 1e9:.0f} GFLOP/s in the largest product's best form"
         )
+    known = [f"{p.peer} {p.dtype} {p.pass_bytes / 1e6:.1f}" for p in report.peers if p.pass_bytes]
+    if known:
+        facts.append(f"MB of weights that one stream reads for a token: {', '.join(known)}")
     for peer in report.peers:
         if peer.version:
             note = f"; {peer.note}" if peer.note else ""

@@ -57,6 +57,8 @@ class Loaded:
             self.process.close()
             self.process = None
             return None
+        if order.workload == "W1":
+            self.outcome.pass_bytes = times.weight_bytes or self.outcome.pass_bytes
         return Run(
             engine=self.spec.engine,
             version=self.outcome.version,
@@ -126,6 +128,8 @@ def load(spec: Spec, stack: ExitStack, args: argparse.Namespace, plan: Path, mod
         )
         stack.callback(process.close)
         ready = process.ready(START_TIMEOUT_S)
+        if path.suffix == ".gguf" and spec.peer not in peer_specs.OWN:
+            outcome.pass_bytes = peer_files.pass_bytes(path)
     except (PeerFailed, peer_files.NoFile) as error:
         outcome.missing = f"failed: {error}"
         return outcome
