@@ -114,6 +114,8 @@ def _native(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Appl
     native = kernels()
     assert native is not None  # or this form is no candidate
     panels = native.pack(weight, bias)
+    if out_dtype == torch.float32:
+        return lambda x: native.linear(x, panels)
     return lambda x: native.linear(x, panels).to(out_dtype)
 
 

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from ctypes import byref, c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +71,18 @@ class Kernels:
         fit.
         """
         out, cols = weight.shape
-        if x.dim() != 2 or x.shape[1] != cols or x.device.type != "cpu":
+        if x.dim() != 2 or x.shape[1] != cols or not x.is_cpu:
             raise ValueError(f"x is {list(x.shape)} on {x.device}, [rows, {cols}] on the CPU is needed")
         rows, width = x.shape[0], weight.width
         y = torch.empty(rows, width)
         if rows:
-            x = x.to(torch.float32).contiguous()
+            # Asked before: calls that change nothing take as long as a small product, 120 times a token.
+            if x.dtype is not torch.float32:
+                x = x.float()
+            if not x.is_contiguous():
+                x = x.contiguous()
             self._linear[weight.kind](
-                x.data_ptr(), rows, byref(weight.described), y.data_ptr(), torch.get_num_threads()
+                x.data_ptr(), rows, weight.reference, y.data_ptr(), torch.get_num_threads()
             )
         return y if width == out else y[:, :out].contiguous()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Literal
 
 import torch
@@ -21,7 +22,7 @@ class Panels:
     panels; bias: float32 [width] or None. ``width`` is ``out``, filled up; ``held`` is all that is kept.
     """
 
-    __slots__ = ("described", "held", "kind", "shape", "width")
+    __slots__ = ("held", "kind", "reference", "shape", "width")
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class Panels:
         codes = codes.contiguous()
         self.held = (codes, *(part for part in parts if part is not None))
         at = [None if part is None else part.data_ptr() for part in parts]
-        self.described = LinearWeight(codes.data_ptr(), *at, num_panels, shape[1], group)
+        self.reference = ctypes.byref(LinearWeight(codes.data_ptr(), *at, num_panels, shape[1], group))
 
     @property
     def nbytes(self) -> int:

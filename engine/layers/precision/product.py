@@ -78,7 +78,7 @@ class Product:
         y = self._apply(x)
         if self._bias is not None:
             y = y + self._bias
-        return y.to(self.out_dtype)
+        return y if y.dtype == self.out_dtype else y.to(self.out_dtype)
 
 
 def held_bytes(products: tuple[Product, ...]) -> int:
