@@ -282,8 +282,8 @@ _KERNELS = (
         choice_reason=_attention_reason,
         conflict=_attention_conflict,
         conflicts_with=("block_size", "kv_dtype"),
-        help="The implementation of attention. Auto takes paged on a GPU and sdpa on a CPU, and what comes "
-        "next where that cannot run. Naive is the plain reference; sdpa gathers the blocks of keys and "
+        help="The implementation of attention. Auto takes paged, and what comes next where that cannot "
+        "run. Naive is the plain reference; sdpa gathers the blocks of keys and "
         "values for torch's fused one; paged is a kernel that reads them where they lie; flash_attn is that "
         "of the flash-attn package, varlen torch's own. Each step says which one ran.",
     ),
