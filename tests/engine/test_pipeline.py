@@ -294,7 +294,7 @@ def test_a_lost_device_is_raised_from_the_computing_thread(
 
 
 def test_a_change_waits_for_the_step_in_flight(model: LoadedModel) -> None:
-    engine = Engine(model, overlap=True)
+    engine = Engine(model, overlap=True, attention="sdpa")
     expected = Engine(model).generate([prompt(1, 30)], GREEDY)
     rid = engine.submit(prompt(1, 30), GREEDY)
     for _ in range(4):
