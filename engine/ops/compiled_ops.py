@@ -140,6 +140,12 @@ class CompiledParts:
         ]
 
 
+def _packed(x: Tensor) -> Tensor:
+    """The same with the strides of its shape, for which parts were compiled. A product's only row may have
+    that of the wider memory it was written to."""
+    return x.view(-1).view(x.shape) if x.shape[0] == 1 else x
+
+
 @dataclass(frozen=True, slots=True)
 class _Compiled:
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -158,7 +164,7 @@ class _AddNorm:
     def __call__(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is None:
             return self._run.norm(x, weight, eps)
-        return self._run.add_norm(x, delta, weight, eps)
+        return self._run.add_norm(x, _packed(delta), weight, eps)
 
 
 class _StoreQKV:
@@ -182,7 +188,7 @@ class _StoreQKV:
         def store(
             layer: int, qkv: Tensor, head_norm: Tensor | None, eps: float
         ) -> tuple[Tensor, Tensor, Tensor]:
-            qk = qkv[:, :-kv_heads]
+            qk = _packed(qkv)[:, :-kv_heads]
             if head_norm is None:
                 run.rotate(qk, cos, sin)
             else:
@@ -199,4 +205,4 @@ class _Gate:
         self._run = run
 
     def __call__(self, mlp: GatedMLP, x: Tensor) -> Tensor:
-        return mlp.down(self._run.silu_mul(mlp.gate_up(x)))
+        return mlp.down(self._run.silu_mul(_packed(mlp.gate_up(x))))
