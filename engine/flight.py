@@ -35,7 +35,7 @@ class Flight:
         return mine.shape.feeds and other.shape.feeds and here.issuperset(lacking)
 
     def land(self, entries: Sequence[int] | None = None) -> StepOutput:
-        """Wait for the tokens and take them, as `engine.choosing` does where the host chooses. Any thread.
+        """Wait for the tokens and take them, as `engine.choosing` does where the host chooses.
 
         entries: of the plan that still count. The blocks of all are cleaned of what is not finite.
         """

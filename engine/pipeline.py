@@ -218,10 +218,12 @@ class Pipeline:
         clock.launched = self._clock_ns()
         clock.prepare += clock.launched - begin
         self._flight = step
-        ready, runner, flight, entries = prepared, self._runner, step.flight, step.entries
+        if step.flight is not None:
+            return
+        ready, runner = prepared, self._runner
 
         def job() -> StepOutput:
-            return runner.compute(ready, copies) if flight is None else flight.land(entries)
+            return runner.compute(ready, copies)
 
         if self.overlap:
             self._worker.start(job)
@@ -236,7 +238,7 @@ class Pipeline:
         step = self._flight
         assert step is not None
         waited_from = self._clock_ns()
-        outcome = step.outcome or self._worker.outcome()
+        outcome = step.outcome or self._wait(step)
         if step.outcome is None:  # what staging took beyond this step belongs to the staged one
             step.clock.beyond = max(0, waited_from - outcome.ended_ns)
         self._flight = None
@@ -250,7 +252,7 @@ class Pipeline:
 
     def abandon(self) -> None:
         """Let the step in flight end and forget it: the engine has failed."""
-        if self._flight is not None and self._flight.outcome is None:
+        if self._flight is not None and self._flight.outcome is None and self._flight.flight is None:
             self._worker.outcome()
         self._flight = self._ahead = None
 
@@ -274,6 +276,14 @@ class Pipeline:
                 step.error = error
         step.clock.staged = self._clock_ns()
         step.clock.prepare += step.clock.staged - begin
+
+    def _wait(self, step: Step) -> Outcome:
+        """What the step in flight came to, once it has ended, be it on the device or on the other thread."""
+        flight = step.flight
+        if flight is None:
+            return self._worker.outcome()
+        # No other thread is needed to wait: what there was to do meanwhile is done.
+        return compute(lambda: flight.land(step.entries), self._clock_ns)
 
     def _try_launch(self, step: Step, prepared: Prepared) -> None:
         """Launch a step if the choice of its tokens goes with it."""

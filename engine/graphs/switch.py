@@ -113,20 +113,20 @@ class Graphs:
     ) -> GraphedForward | str:
         """What replays steps of the decoder as it is now, or in a word why none can be."""
         assert self._driver is not None
+        forward, fused, timed = self._forward, self._sampler.fused, self._decoder.timer is not None
+        if forward is not None and not timed and forward.holds_for(attention, kv, spec, fused):
+            return forward
         why = self._why_not(attention)
         if why or not isinstance(attention, Capturable):
             return why
-        forward = self._forward
-        fused = self._sampler.fused
-        if forward is None or not forward.holds_for(attention, kv, spec, fused):
-            chooser = (
-                None if fused is None else GraphChooser(self._sampler, fused, self._padded, self._device)
-            )
-            forward = self._forward = GraphedForward(
-                self._decoder, attention, kv, spec, self._driver, self.counts, chooser,
-                max_blocks=-(-max_len // kv.block_size), budget_bytes=BUDGET_BYTES,
-            )  # fmt: skip
-        return forward
+        chooser = None
+        if fused is not None:
+            chooser = GraphChooser(self._sampler, fused, self._padded, self._device)
+        self._forward = GraphedForward(
+            self._decoder, attention, kv, spec, self._driver, self.counts, chooser,
+            max_blocks=-(-max_len // kv.block_size), budget_bytes=BUDGET_BYTES,
+        )  # fmt: skip
+        return self._forward
 
     def _why_not(self, attention: AttentionBackend) -> str:
         """Which part of the decoder cannot be captured as it is, "" if all can."""

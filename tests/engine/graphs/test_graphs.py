@@ -74,6 +74,7 @@ def test_ids_are_those_of_the_reference(fake: FakeDriver, overlap: bool) -> None
         for i, n in zip((1, 2, 3), counts, strict=True)
     ]
     engine.run()
+    engine.core.pipeline.stop()  # the thread, if steps overlap
     for rid, i, n in zip(rids, (1, 2, 3), counts, strict=True):
         assert engine.ids(rid) == expected.ids[i][:n]
     seen = graphs(engine)

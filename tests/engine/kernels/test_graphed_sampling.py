@@ -161,6 +161,7 @@ def answers(
     runner.graphs.switch(graphs)
     rids = [engine.submit(expected.prompts[i % 4], each) for i, each in enumerate(settings)]
     engine.run()
+    engine.core.pipeline.stop()  # the thread, if steps overlap
     return engine, [engine.ids(rid) for rid in rids]
 
 
