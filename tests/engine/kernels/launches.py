@@ -161,7 +161,7 @@ def _sampling() -> Iterator[Case]:
     )
     yield Case("rejection_sample", judged)
     yield Case("match_drafts", match_drafts(longs, longs, cu, ints, longs, max_drafted=16), wide_loads=False)
-    scattered = penalize(logits, cu, longs, ints, floats, floats, floats, max_tokens=4096)
+    scattered = penalize(logits, cu, ints, ints, floats, floats, floats, max_tokens=4096)
     yield Case("penalize", scattered, wide_loads=False)
 
 
