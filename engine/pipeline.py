@@ -5,7 +5,9 @@ it the step computes on a thread of its own, and the next one is staged meanwhil
 flight and one is staged. Where the tokens are chosen on the device and fed to the next step there, that one
 is launched as soon as it is staged, so that the device never waits for the host; what is known of it on the
 host changes when the one before has landed, as always. Requests that turn out to have ended were computed
-for once more then, and nobody takes what they got.
+for once more then, and nobody takes what they got. That serves steps that only decode: not where either of
+the two has prompts, drafts, penalties or log-probabilities, nor with copies to make, nor right after a step
+with a request that had ended.
 
 What a plan assumes is marked when it is launched (or when the step before has landed, if that comes later),
 not when its result is known, so the next plan goes on from there; a plan that is never launched has only

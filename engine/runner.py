@@ -353,13 +353,14 @@ class ModelRunner:
         with torch.inference_mode():
             started = time.perf_counter()
             batch = self._builder.build(scheduled)
-            replay = self.graphs.step_for(batch, self._attention, kv, self._windowed, self.max_len)
+            found = self.graphs.step_for(batch, self._attention, kv, self._windowed, self.max_len)
+            replay, missed = (None, found) if isinstance(found, str) else (found, "")
             inputs = self._inputs(batch, kv) if replay is None else None
             traffic = self._traffic.step(batch.rows.num_new, batch.rows.num_computed, len(batch.logit_tokens))
             computed = len(batch.ids) if replay is None else replay.shape.tokens
             kernels = self._kernels(self._linear_kernels(computed), replay)
             took = time.perf_counter() - started
-        return Prepared(batch, inputs, replay, kv, len(scheduled), traffic, kernels, took)
+        return Prepared(batch, inputs, replay, missed, kv, len(scheduled), traffic, kernels, took)
 
     def compute(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> StepOutput:
         """Copy blocks, compute the tokens, and choose the next one of each request that lacks no more.
@@ -379,6 +380,8 @@ class ModelRunner:
             started = time.perf_counter()
             until_sampling.start()
             copied = self._host.run(copies, kv, copying) if copies else 0
+            if prepared.missed:
+                self.graphs.counts.misses[prepared.missed] += 1
             flight = self.launch(prepared)
             if flight is not None:
                 out = flight.land()
@@ -386,7 +389,7 @@ class ModelRunner:
                 return out
             out.copied_blocks = copied
             forward.start()
-            logits = self._logits(prepared)
+            logits = self._logits(prepared, forward.start)
             forward.stop()
             until_sampling.stop()
             choose_tokens(self.sampler, logits, batch, kv, out, self._padded)
@@ -417,12 +420,11 @@ class ModelRunner:
         make_current(self.device)
         with torch.inference_mode():
             forward = Timer(self.device)
-            forward.start()
-            chosen = replay.forward.choose(prepared.batch, replay)
-            forward.stop()
+            chosen = replay.forward.choose(prepared.batch, replay, forward.start)
             if chosen is None:
                 self._go_without(prepared)
                 return None
+            forward.stop()
         return Flight(prepared, chosen, forward)
 
     def execute(self, plan: Plan, copies: Sequence[Copy] = ()) -> StepOutput:
@@ -448,11 +450,14 @@ class ModelRunner:
                 ids, inputs.positions, inputs.slots, inputs.attention, prepared.kv, wanted
             )
 
-    def _logits(self, prepared: Prepared) -> Tensor:
-        """Float32 logits of the tokens that a filled step wants, replayed or computed."""
+    def _logits(self, prepared: Prepared, begins: Callable[[], None]) -> Tensor:
+        """Float32 logits of the tokens that a filled step wants, replayed or computed.
+
+        ``begins`` is called again once a step that is replayed is ready to be sent.
+        """
         replay = prepared.replay
         if replay is not None:
-            logits = replay.forward.logits(prepared.batch, replay)
+            logits = replay.forward.logits(prepared.batch, replay, begins)
             if logits is not None:
                 return logits
             self._go_without(prepared)

@@ -73,12 +73,14 @@ class Inputs:
 class Prepared:
     """A step that is ready but for the tokens still pending when it was prepared.
 
-    ``inputs`` is what it runs with, ``replay`` the graph that it is replayed from instead.
+    ``inputs`` is what it runs with, ``replay`` the graph that it is replayed from instead, ``missed`` why
+    there is none while graphs are on.
     """
 
     batch: Batch
     inputs: Inputs | None
     replay: GraphStep | None
+    missed: str
     kv: KVCache
     num_entries: int  # of the plan
     traffic: StepTraffic

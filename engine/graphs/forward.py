@@ -146,15 +146,14 @@ class GraphedForward:
         """Captured shapes."""
         return len(self._entries)
 
-    def step_for(self, batch: Batch) -> GraphStep | None:
-        """How a step is to be replayed; None, and counted, if it has to run by itself.
+    def step_for(self, batch: Batch) -> GraphStep | str:
+        """How a step is to be replayed, or in a word why it has to run by itself.
 
         Launches nothing: it may be asked while another step is computed.
         """
         shape = shape_of(batch, self._max_blocks)
         if isinstance(shape, str):
-            self.counts.misses[shape] += 1
-            return None
+            return shape
         outside = "fused_sampling"
         if self._chooser is not None:
             kind, outside = self._chooser.kind_of(batch, shape.tokens)
@@ -162,17 +161,15 @@ class GraphedForward:
         why = self._refused.get(shape)
         if why is None and shape not in self._entries and not self._fits(shape):
             why = "budget"
-        if why is not None:
-            self.counts.misses[why] += 1
-            return None
-        return GraphStep(self, shape, outside)
+        return GraphStep(self, shape, outside) if why is None else why
 
-    def logits(self, batch: Batch, step: GraphStep) -> Tensor | None:
+    def logits(self, batch: Batch, step: GraphStep, begins: Callable[[], None]) -> Tensor | None:
         """Float32 logits of all tokens of a filled step, [tokens, vocab_size], valid until the next replay.
 
-        None, and counted, if the shape could not be captured; the reason is in the log, once.
+        ``begins`` is called when the step is ready to be sent. None, and counted, if the shape could not be
+        captured; the reason is in the log, once.
         """
-        entry = self._replay(batch, step.shape)
+        entry = self._replay(batch, step.shape, begins)
         if entry is None:
             return None
         self.counts.logits[step.outside] += 1
@@ -180,18 +177,18 @@ class GraphedForward:
         self._decoder.finite = entry.chosen[1, : len(batch.ids)].bool()
         return entry.logits[: len(batch.ids)]
 
-    def choose(self, batch: Batch, step: GraphStep) -> Chosen | None:
+    def choose(self, batch: Batch, step: GraphStep, begins: Callable[[], None]) -> Chosen | None:
         """Compute a step and choose its tokens; the host waits for nothing. None as in `logits`.
 
         The step may lack tokens that the one launched before it chooses, if both shapes feed.
         """
-        entry = self._replay(batch, step.shape)
+        entry = self._replay(batch, step.shape, begins)
         if entry is None:
             return None
         result = entry.results[entry.turn]
         return Chosen(self._driver.fetch(entry.chosen.view(-1), result), result, len(batch.ids))
 
-    def _replay(self, batch: Batch, shape: GraphShape) -> _Entry | None:
+    def _replay(self, batch: Batch, shape: GraphShape, begins: Callable[[], None]) -> _Entry | None:
         entry = self._entries.get(shape) or self._capture(shape)
         if entry is None:
             self.counts.misses[self._refused[shape]] += 1
@@ -199,6 +196,7 @@ class GraphedForward:
         assert entry.captured is not None
         entry.turn = (entry.turn + 1) % BUFFERS
         self._fill(entry, batch)
+        begins()  # what comes before, capturing among it, is no part of what the step costs
         self._driver.send(entry.hosts[entry.turn], entry.device)
         entry.captured.replay()
         self.counts.hits += 1

@@ -79,18 +79,15 @@ class Graphs:
 
     def step_for(
         self, batch: Batch, attention: AttentionBackend, kv: KVCache, spec: ModelSpec, max_len: int
-    ) -> GraphStep | None:
-        """How a step is to be replayed; None, and counted while this is on, if it has to run by itself.
+    ) -> GraphStep | str:
+        """How a step is to be replayed, or in a word why it has to run by itself: "" while this is off.
 
         spec: with the windows that are in force. max_len: of a request, in tokens.
         """
         if self._driver is None:
-            return None
+            return ""
         forward = self._forward_for(attention, kv, spec, max_len)
-        if isinstance(forward, str):
-            self.counts.misses[forward] += 1
-            return None
-        return forward.step_for(batch)
+        return forward if isinstance(forward, str) else forward.step_for(batch)
 
     def warm_up(
         self,

@@ -206,6 +206,8 @@ def test_anything_may_happen_behind_a_step(seed: int, lazy: FakeDriver) -> None:
         core.step()
     engine.run()
     check(engine, expected, sent, gone)
+    alone = sum(step.kernels.endswith("graph=none") for step in engine.heard.steps)
+    assert sum(core.runner.graphs.counts.misses.values()) == alone, "however often a step was prepared"
     assert lazy.most_awaited == 2
 
 
