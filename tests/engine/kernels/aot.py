@@ -2,7 +2,7 @@
 
 ``python -m tests.engine.kernels.aot [--arch 80 90] [--only NAME] [--json]`` compiles the launches of
 `tests.engine.kernels.launches` and prints a table: registers and bytes of stack a thread (stack is where
-registers are spilled to), shared memory, tensor-core instructions, and loads of 128 bits.
+registers are spilled to), shared memory, tensor-core instructions, and loads of 128 bits, and those in loops.
 Needs a process of its own, for kernels either run in the interpreter or are compiled.
 """
 
@@ -34,6 +34,7 @@ from tests.engine.kernels.launches import launches
 ARCHS = (80, 89, 90)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NATIVE_FP8_FROM = 89
+MIN_LOOP = 200  # characters of listing: a program ends in a jump to itself
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Compiled:
     shared: int
     tensor_core: str  # the instruction, "" for none
     wide_loads: int  # instructions that load 128 bits from global memory
+    wide_in_loops: int  # of them, those that are run again and again
     seconds: float
 
 
@@ -63,6 +65,7 @@ def compile_for(name: str, launch: Launch, arch: int) -> Compiled:
     sass = _tool("nvdisasm", kernel.asm["cubin"], "-c")
     usage = _tool("cuobjdump", kernel.asm["cubin"], "--dump-resource-usage")
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    loops = _loops(sass)
     tensor_core = re.search(r"\b(HGMMA|QGMMA|HMMA|IMMA|DMMA)\b", sass)
     return Compiled(
         name=name,
@@ -71,9 +74,23 @@ def compile_for(name: str, launch: Launch, arch: int) -> Compiled:
         stack=found["STACK"] + found["LOCAL"],
         shared=kernel.metadata.shared,
         tensor_core=tensor_core.group(1) if tensor_core else "",
-        wide_loads=len(re.findall(r"\b(?:LDG|LDGSTS)\S*\.128\b|\bUTMALDG", sass)),
+        wide_loads=len(_wide_loads(sass)),
+        wide_in_loops=sum(any(low < at < high for low, high in loops) for at in _wide_loads(sass)),
         seconds=time.perf_counter() - start,
     )
+
+
+def _wide_loads(sass: str) -> list[int]:
+    """Where in the code 128 bits are loaded from global memory at once."""
+    return [found.start() for found in re.finditer(r"\b(?:LDG|LDGSTS)\S*\.128\b|\bUTMALDG", sass)]
+
+
+def _loops(sass: str) -> list[tuple[int, int]]:
+    """From where to where a jump goes back."""
+    labels = {found.group(1): found.start() for found in re.finditer(r"^(\.L_\S+):", sass, re.MULTILINE)}
+    jumps = re.finditer(r"\bBRA\b[^;]*`\((\.L_\S+?)\)", sass)
+    found = [(labels[jump.group(1)], jump.start()) for jump in jumps]
+    return [(low, high) for low, high in found if low < high - MIN_LOOP]
 
 
 def _compile_named(name: str, arch: int) -> Compiled:
@@ -126,10 +143,10 @@ def _tool(name: str, cubin: bytes, *args: str) -> str:
 
 def table(rows: list[Compiled]) -> str:
     """The rows as aligned text."""
-    head = f"{'kernel':44} sm  regs stack  shared  tensor  128-bit  s"
+    head = f"{'kernel':44} sm  regs stack  shared  tensor  128-bit  in loops  s"
     lines = [
         f"{r.name:44} {r.arch} {r.registers:5} {r.stack:5} {r.shared:7}  {r.tensor_core or '-':6} "
-        f"{r.wide_loads:7} {r.seconds:5.1f}"
+        f"{r.wide_loads:7} {r.wide_in_loops:9} {r.seconds:5.1f}"
         for r in rows
     ]
     return "\n".join([head, *lines])

@@ -22,6 +22,8 @@ from engine.kernels.silu_mul import silu_mul
 from engine.kernels.weight_only_gemm import PackedWeight, dequantize, gemm
 
 EVERY = (80, 89, 90)
+EIGHT_BITS = (torch.uint8, torch.int8)
+KINDS = {torch.bfloat16: "bf16", torch.uint8: "e4m3", torch.int8: "int8"}
 TOKENS = 4
 BLOCK_SIZE = 64
 
@@ -58,6 +60,7 @@ def launches(arch: int = 90) -> Iterator[Case]:
         yield from _elementwise(model)
         yield from _qkv(model)
         yield from _attention(model, arch)
+    yield from _rare(arch)
     yield from _sampling()
     yield from _products()
 
@@ -73,15 +76,15 @@ def _elementwise(model: Sizes) -> Iterator[Case]:
     yield Case(f"add_rmsnorm bf16 {model.name}", add_rmsnorm(x, residual, weight, 1e-5, y))
     large = model is MODELS[0]
     quantizing = add_rmsnorm(x, residual, weight, 1e-5, codes, scale)
-    yield Case(f"add_rmsnorm e4m3 {model.name}", quantizing, archs=(80, 90) if large else ())
+    yield Case(f"add_rmsnorm e4m3 {model.name}", quantizing, archs=(80, 90) if large else (89,))
     gate_up, y = _empty(TOKENS, 2 * model.intermediate), _empty(TOKENS, model.intermediate)
     codes = _empty(TOKENS, model.intermediate, dtype=torch.uint8)
-    yield Case(f"silu_mul bf16 {model.name}", silu_mul(gate_up, y), archs=(90,) if large else ())
+    yield Case(f"silu_mul bf16 {model.name}", silu_mul(gate_up, y), archs=(90,) if large else (80,))
     yield Case(
         f"silu_mul e4m3 {model.name}", silu_mul(gate_up, codes, scale), archs=(89, 90) if large else (90,)
     )
     quantizing = quantize(y, codes.view(torch.int8), scale)
-    yield Case(f"quantize int8 {model.name}", quantizing, archs=(90,) if large else ())
+    yield Case(f"quantize int8 {model.name}", quantizing, archs=(90,) if large else (89,))
 
 
 def _pool(model: Sizes, dtype: torch.dtype) -> Tensor:
@@ -101,49 +104,100 @@ def _qkv(model: Sizes) -> Iterator[Case]:
         f"qkv bf16 norm {model.name}",
         qk_norm_rope_kv_write(qkv, at, at, table, table, q, pool, pool, head_norm=weight, eps=1e-6),
     )
+    yield Case(
+        f"qkv bf16 {model.name}",
+        qk_norm_rope_kv_write(qkv, at, at, table, table, q, pool, pool),
+        archs=() if model is MODELS[0] else (80,),
+    )
     pool = _pool(model, torch.uint8)
     yield Case(
         f"qkv e4m3 {model.name}",
         qk_norm_rope_kv_write(qkv, at, at, table, table, q, pool, pool, scales=(scale, scale)),
-        archs=(80, 90) if model is MODELS[0] else (),
+        archs=(80, 90) if model is MODELS[0] else (89,),
     )
+
+
+def _attend(
+    model: Sizes,
+    arch: int,
+    queries: int,
+    storage: torch.dtype,
+    block_size: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    window: int | None = None,
+    split: bool = True,
+) -> tuple[Launch, ...]:
+    """Rows of ``queries`` new tokens over a pool of ``storage``."""
+    q, out = (_empty(TOKENS, model.heads, model.head_dim, dtype=dtype) for _ in range(2))
+    cu, lengths = _empty(TOKENS + 1, dtype=torch.int32), _empty(TOKENS, dtype=torch.int32)
+    tables, split_tiles = _empty(TOKENS, 16, dtype=torch.int32), _empty(1, dtype=torch.int32)
+    parts = Parts.allocate(TOKENS, model.heads, model.head_dim, 16, torch.device("cpu"))
+    scale = _empty(model.kv_heads, dtype=torch.float32)
+    pool = _pool(model, storage)
+    return paged_attention(
+        q, pool, pool, out,
+        cu_seqlens_q=cu, seq_lens=lengths, block_tables=tables, split_tiles=split_tiles,
+        parts=parts if split else None,
+        tiles=tiles_for(
+            model.heads // model.kv_heads, model.head_dim, queries, pool.itemsize, hopper=arch == 90
+        ),
+        block_size=block_size, window=window, scales=(scale, scale) if storage in EIGHT_BITS else None,
+    )  # fmt: skip
 
 
 def _attention(model: Sizes, arch: int) -> Iterator[Case]:
     """Decode, verification and prefill, over keys in 16 and in 8 bits, over small and large blocks."""
-    q, out = (_empty(TOKENS, model.heads, model.head_dim) for _ in range(2))
-    rows, width = TOKENS, 16
-    cu, lengths = _empty(rows + 1, dtype=torch.int32), _empty(rows, dtype=torch.int32)
-    tables, split_tiles = _empty(rows, width, dtype=torch.int32), _empty(1, dtype=torch.int32)
-    parts = Parts.allocate(TOKENS, model.heads, model.head_dim, 16, torch.device("cpu"))
-    scale = _empty(model.kv_heads, dtype=torch.float32)
-    group = model.heads // model.kv_heads
     large = model is MODELS[0]
     for what, queries, block_size, storage, archs in (
         ("decode", 1, BLOCK_SIZE, torch.bfloat16, EVERY if large else (90,)),
-        ("decode", 1, 16, torch.bfloat16, (90,) if large else ()),
+        ("decode", 1, 16, torch.bfloat16, (90,) if large else (89,)),
         ("decode", 1, BLOCK_SIZE, torch.uint8, EVERY if large else ()),
+        ("decode", 1, 16, torch.uint8, () if large else (89,)),
         ("decode", 1, BLOCK_SIZE, torch.int8, (90,) if large else ()),
+        ("decode", 1, 16, torch.int8, () if large else (80,)),
         ("verify", 5, BLOCK_SIZE, torch.bfloat16, (80, 90) if large else (90,)),
+        ("verify", 5, 16, torch.int8, (89,) if large else ()),
         ("prefill", 512, BLOCK_SIZE, torch.bfloat16, EVERY if large else (80, 90)),
-        ("prefill", 512, BLOCK_SIZE, torch.uint8, (80, 90) if large else ()),
+        ("prefill", 512, BLOCK_SIZE, torch.uint8, (80, 90) if large else (90,)),
     ):
-        pool = _pool(model, storage)
-        attention, *combine = paged_attention(
-            q, pool, pool, out,
-            cu_seqlens_q=cu, seq_lens=lengths, block_tables=tables, split_tiles=split_tiles,
-            parts=None if what == "prefill" and storage == torch.bfloat16 else parts,
-            tiles=tiles_for(group, model.head_dim, queries, pool.itemsize, hopper=arch == 90),
-            block_size=block_size,
-            scales=None if storage == torch.bfloat16 else (scale, scale),
-        )  # fmt: skip
-        kind = {torch.bfloat16: "bf16", torch.uint8: "e4m3", torch.int8: "int8"}[storage]
-        name = f"attention {what} {kind} page {block_size} {model.name}"
+        attention, *combine = _attend(
+            model, arch, queries, storage, block_size, split=what != "prefill" or storage != torch.bfloat16
+        )
+        name = f"attention {what} {KINDS[storage]} page {block_size} {model.name}"
         yield Case(name, attention, has_dot=True, archs=archs)
-    yield Case(f"attention combine {model.name}", combine[0], archs=(90,) if large else ())
+    yield Case(f"attention combine {model.name}", combine[0], archs=(90,) if large else (89,))
     if large:
+        cu = _empty(TOKENS + 1, dtype=torch.int32)
         sizes = {"programs": 264, "kv_heads": 8, "block_q": 4, "block_n": 64, "window": 1024}
-        yield Case("attention plan", plan_splits(cu, lengths, split_tiles, **sizes), wide_loads=False)
+        yield Case("attention plan", plan_splits(cu, cu[1:], cu[:1], **sizes), wide_loads=False)
+
+
+def _rare(arch: int) -> Iterator[Case]:
+    """Heads of other sizes and in other numbers, float16, windows, and heads that turn in part: several of
+    them in each case."""
+    d80, d96 = Sizes("d80", 2560, 6912, 32, 32, 80), Sizes("9/3 d96", 864, 2304, 9, 3, 96)
+    d256 = Sizes("d256", 2048, 16384, 8, 2, 256)
+    for name, model, queries, storage, dtype, window, archs in (
+        ("decode int8 page 16", d80, 1, torch.int8, torch.float16, None, (80,)),
+        ("decode e4m3 page 16", d96, 1, torch.uint8, torch.bfloat16, 1024, (89,)),
+        ("verify bf16 page 16", d96, 9, torch.bfloat16, torch.bfloat16, None, (90,)),
+        ("prefill f16 page 16", d96, 512, torch.float16, torch.float16, 1024, (90,)),
+        ("prefill int8 page 16", d80, 512, torch.int8, torch.bfloat16, None, (89,)),
+        ("prefill e4m3 page 16", d256, 512, torch.uint8, torch.bfloat16, 1024, (89,)),
+        ("decode bf16 page 16", d256, 1, torch.bfloat16, torch.bfloat16, None, (90,)),
+    ):
+        launch = _attend(model, arch, queries, storage, 16, dtype=dtype, window=window)[0]
+        yield Case(f"attention {name} {model.name}", launch, has_dot=True, archs=archs)
+    qkv, q = _empty(TOKENS, 15, 96), _empty(TOKENS, 9, 96)
+    at, table, pool = (
+        _empty(TOKENS, dtype=torch.int64),
+        _empty(64, 48, dtype=torch.float32),
+        _pool(d96, torch.int8),
+    )
+    scale = _empty(3, dtype=torch.float32)
+    turned = qk_norm_rope_kv_write(qkv, at, at, table, table, q, pool, pool, scales=(scale, scale))
+    yield Case("qkv int8 half turned 9/3 d96", turned, wide_loads=False, archs=(89,))
 
 
 def _sampling() -> Iterator[Case]:

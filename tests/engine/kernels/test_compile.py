@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.kernels.conftest import SWITCH
+from tests.engine.kernels.conftest import COMPILED, SWITCH
 from tests.engine.kernels.launches import Case, launches
 from tests.engine.kernels.support import ALL_SHAPES
 
@@ -19,14 +19,16 @@ SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes a block may
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, object]]:
+def compiled(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> dict[tuple[str, int], dict[str, object]]:
     """What each case became, by name and architecture. Compiled in a process that does not interpret."""
     env = {key: value for key, value in os.environ.items() if key != SWITCH}
     env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     command = [sys.executable, "-m", "tests.engine.kernels.aot", "--json", *(["--all"] * ALL_SHAPES)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = json.loads(done.stdout)
+    rows = pytestconfig.stash[COMPILED] = json.loads(done.stdout)
     return {(row["name"], row["arch"]): row for row in rows}
 
 
@@ -38,8 +40,10 @@ def test_a_kernel_spills_nothing_and_uses_what_the_card_has(
 ) -> None:
     for arch in (80, 89, 90) if ALL_SHAPES else case.archs:
         row = compiled[case.name, arch]
-        print(row)
         assert row["stack"] == 0, "registers are spilled"
         assert int(str(row["shared"])) <= SHARED_LIMIT[arch]
-        assert row["wide_loads"] or not case.wide_loads, "nothing is loaded 128 bits at a time"
+        wide = row["wide_in_loops" if case.has_dot else "wide_loads"]
+        assert wide or not case.wide_loads, "what is read again and again is not loaded 128 bits at a time"
         assert bool(row["tensor_core"]) == case.has_dot
+        if case.has_dot and arch == 90 and case.launch.constants["BLOCK_M"] >= 64:
+            assert row["tensor_core"] == "HGMMA", "tiles that a warp group multiplies are left to warps"
