@@ -15,6 +15,7 @@ from torch import Tensor
 from ipc.messages import Sampling
 
 SEGMENTS = 512  # a long row is reduced in two stages, over about this many segments first
+SPARE_TIES = 32  # equals at the border of top_k that are looked for among the most likely tokens
 MAX_ROUNDS = 32  # of drawing for top-p; then the row's most likely token is taken
 
 U64s = NDArray[np.uint64]
@@ -63,21 +64,39 @@ def draw_top_k(
 ) -> Tensor:
     """Draw ids [rows] from softmax(scores / T) cut to top_k >= 1, then by top-p, then by min-p.
 
-    scores: [rows, n], finite or -inf; highest: [rows], the largest of each row, finite.
+    Equals at the border of a cut all stay, as in transformers. The draw runs over the ids in their order, so
+    that without top-p it is that of `draw_all`. scores: [rows, n], finite or -inf; highest: [rows], the
+    largest of each row, finite.
     """
     n, device = scores.shape[1], scores.device
     top_k = [min(s.top_k, n) for s in settings]
-    values, ids = scores.topk(max(top_k), dim=-1)
+    values, ids = scores.topk(min(n, max(top_k) + SPARE_TIES), dim=-1)
+    rank = torch.arange(values.shape[1], device=device)
+    border = values.gather(1, torch.tensor(top_k, device=device).unsqueeze(1) - 1)
+    # How far a row is looked at depends on no other row; where it ends in equals there may be more of them.
+    looked = torch.tensor([min(k + SPARE_TIES, n) for k in top_k], device=device).unsqueeze(1)
+    tied = (values.gather(1, looked - 1) == border) & (looked < n) & border.isfinite()
     weights = _exponentials(values, highest, settings)
-    rank = torch.arange(weights.shape[1], device=device)
-    weights.masked_fill_(rank >= torch.tensor(top_k, device=device).unsqueeze(1), 0.0)
+    weights.masked_fill_((values < border) | (rank >= looked), 0.0)
     if any(s.top_p < 1.0 for s in settings):
         total, before = totals(weights)
+        # Of equals none is less likely than another: what stands before the first counts for all.
+        new = torch.ones_like(weights, dtype=torch.bool)
+        new[:, 1:] = values[:, 1:] != values[:, :-1]
+        before = before.gather(1, torch.where(new, rank, 0).cummax(dim=-1).values)
         weights.masked_fill_(before >= _column(settings, "top_p", device) * total, 0.0)
     if any(s.min_p > 0.0 for s in settings):
         weights.masked_fill_(weights < _column(settings, "min_p", device).float(), 0.0)
+    ids, order = ids.sort(dim=-1)
     u = torch.from_numpy(uniform(seeds, positions)).to(device)
-    return ids.gather(1, inverse_cdf(weights, u).unsqueeze(1)).squeeze(1)
+    drawn = ids.gather(1, inverse_cdf(weights.gather(1, order), u).unsqueeze(1)).squeeze(1)
+    many: list[int] = tied.squeeze(1).nonzero().squeeze(1).tolist()
+    if many:
+        at = torch.tensor(many, device=device)
+        drawn[at] = draw_all(
+            scores[at], highest[at], [settings[i] for i in many], seeds[many], positions[many]
+        )
+    return drawn
 
 
 def draw_all(
@@ -90,8 +109,8 @@ def draw_all(
     so is distributed as the cut distribution is. (Rejection with a rising pivot, as in FlashInfer.)
     """
     device = scores.device
+    cut_top_k(scores, settings)
     weights = _exponentials(scores, highest, settings, in_place=True)
-    _cut_top_k(weights, settings)
     allowed = weights
     if any(s.min_p > 0.0 for s in settings):
         floor = _column(settings, "min_p", device).float()
@@ -134,13 +153,18 @@ def _redraw(
             ids[at] = inverse_cdf(rest, u)
 
 
-def _cut_top_k(weights: Tensor, settings: Sequence[Sampling]) -> None:
-    """Set to 0 what lies below the top_k-th weight of its row. Equal weights at the border all stay."""
-    n = weights.shape[1]
-    for row, s in enumerate(settings):
-        if 0 < s.top_k < n:
-            floor = weights[row].topk(s.top_k).values[-1]
-            weights[row].masked_fill_(weights[row] < floor, 0.0)
+def cut_top_k(scores: Tensor, settings: Sequence[Sampling]) -> None:
+    """Set to -inf what lies below the top_k-th score of its row [rows, n]. Equals at the border all stay."""
+    n = scores.shape[1]
+    rows = [i for i, s in enumerate(settings) if 0 < s.top_k < n]
+    if not rows:
+        return
+    top_k = [settings[i].top_k for i in rows]
+    at = torch.tensor(rows, device=scores.device)
+    some = scores[at]
+    last = torch.tensor(top_k, device=scores.device).unsqueeze(1) - 1
+    border = some.topk(max(top_k), dim=-1).values.gather(1, last)
+    scores[at] = some.masked_fill_(some < border, float("-inf"))
 
 
 def _exponentials(

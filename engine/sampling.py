@@ -134,7 +134,7 @@ class Sampler:
     def sample(self, logits: Tensor, requests: Sequence[SampledRequest]) -> Sampled:
         """Choose the next token of each request from float32 logits [rows, vocab_size].
 
-        The logits are not changed. The host waits for the device once, besides what top-p needs.
+        The logits are not changed. The host waits for the device once, besides what top-k and top-p need.
         """
         if self.fused is not None:
             return self._sample_fused(self.fused, logits, requests)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.draw import U64s, inverse_cdf, totals, uniform
-from engine.sampling import SCRATCH_ROWS, TOP_K_ALONE
+from engine.draw import U64s, cut_top_k, inverse_cdf, totals, uniform
+from engine.sampling import SCRATCH_ROWS
 from engine.speculation.base import PROPOSE
 from ipc.messages import Sampling
 
@@ -21,27 +21,17 @@ def probabilities(scores: Tensor, settings: Sequence[Sampling]) -> Tensor:
     The same cuts, ties included, as drawing without a draft makes (`engine.draw`). scores: [rows, n], finite
     or -inf, not all -inf in a row; T > 0. They are not changed.
     """
-    n, device = scores.shape[1], scores.device
+    device = scores.device
 
     def column(name: str, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor([[getattr(settings[i], name)] for i in rows], dtype=dtype, device=device)
 
-    weights = scores - scores.amax(dim=-1, keepdim=True)
+    weights = scores.clone()
+    cut_top_k(weights, settings)
+    weights.sub_(weights.amax(dim=-1, keepdim=True))
     weights.div_(column("temperature", range(len(settings)), torch.float32)).exp_()
-    few = [i for i, s in enumerate(settings) if 0 < s.top_k <= TOP_K_ALONE]
-    if few:  # exactly top_k of them, and of these no more than top_p asks for, also among equals
-        at = torch.tensor(few, device=device)
-        values, ids = weights[at].topk(min(n, max(settings[i].top_k for i in few)), dim=-1)
-        rank = torch.arange(values.shape[1], device=device)
-        values.masked_fill_(rank >= column("top_k", few, torch.int64), 0.0)
-        total, before = totals(values)
-        values.masked_fill_(before >= column("top_p", few, torch.float64) * total, 0.0)
-        weights[at] = torch.zeros(len(few), n, device=device).scatter_(1, ids, values)
-    for i, s in enumerate(settings):
-        if TOP_K_ALONE < s.top_k < n:  # equals at the border all stay
-            weights[i].masked_fill_(weights[i] < weights[i].topk(s.top_k).values[-1], 0.0)
     floors = column("min_p", range(len(settings)), torch.float64).float()
-    nucleus = [i for i, s in enumerate(settings) if s.top_p < 1.0 and not 0 < s.top_k <= TOP_K_ALONE]
+    nucleus = [i for i, s in enumerate(settings) if s.top_p < 1.0]
     for first in range(0, len(nucleus), SCRATCH_ROWS):
         some = nucleus[first : first + SCRATCH_ROWS]
         at = torch.tensor(some, device=device)

@@ -34,8 +34,8 @@ SETTINGS = [
 ]
 
 
-def sampler(fused: bool) -> DraftSampler:
-    made = DraftSampler(VOCAB, frozenset({3}), CPU)
+def sampler(fused: bool, vocab: int = VOCAB) -> DraftSampler:
+    made = DraftSampler(vocab, frozenset({3}), CPU)
     made.fused = TritonSampling() if fused else None
     return made
 
@@ -66,7 +66,8 @@ def test_every_setting_gives_what_torch_gives() -> None:
     before = scores.clone()
     settings = [*SETTINGS, Sampling(temperature=0.8, seed=1), Sampling(presence_penalty=1.0)]
     plain, fused = (sampler(on).sample(scores, requests(settings)) for on in (False, True))
-    same = [i for i, s in enumerate(settings) if s.top_k < 2]  # torch draws from a few tokens by their rank
+    # Both draw in the order of the ids, from the same tokens.
+    same = range(len(settings))
     assert [fused.token_ids[i] for i in same] == [plain.token_ids[i] for i in same]
     assert [fused.logprobs[i] for i in same] == [plain.logprobs[i] for i in same]
     assert fused.nonfinite == plain.nonfinite == [False] * len(SETTINGS) + [True] * 2
@@ -75,6 +76,29 @@ def test_every_setting_gives_what_torch_gives() -> None:
             law = reference_probabilities(scores[i], s.temperature, s.top_k, s.top_p, s.min_p)
             assert law[fused.token_ids[i]] > 0
     assert torch.equal(scores.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize(("equals", "vocab"), [(3, VOCAB), (60, VOCAB), (9, 9)])
+def test_equals_at_the_border_of_a_cut_stay_on_both_ways(equals: int, vocab: int) -> None:
+    """A28: as in transformers, be they few, or more than are looked for among the most likely ones, whatever
+    their batch mates ask for. Tokens for a seed are the same, and so are the distributions."""
+    scores = logits(1).clamp(max=0.5)[:, :vocab].expand(10, vocab).contiguous()
+    scores[:, :equals] = 1.0
+    scores[:, 1] = 2.0
+    settings = [
+        Sampling(temperature=1.0, top_k=2 + seed % 2, top_p=0.9 if seed % 5 == 0 else 1.0, seed=seed)
+        for seed in range(10)
+    ]
+    whole = [i for i, s in enumerate(settings) if s.top_p == 1.0]
+    plain, fused = (sampler(on, vocab).sample(scores, requests(settings)).token_ids for on in (False, True))
+    assert [plain[i] for i in whole] == [fused[i] for i in whole]
+    assert set(plain) <= set(range(equals))
+    assert len(set(plain)) > 2
+    ours, theirs = (
+        draw(scores[:2], settings[:2]) for draw in (probabilities, TritonSampling().probabilities)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert int((ours[1] > 0).sum()) == equals
 
 
 def test_a_nucleus_without_top_k_is_drawn_from() -> None:

@@ -210,16 +210,17 @@ def test_probabilities_are_those_that_the_sampler_draws_from(settings: dict[str,
 
 
 def test_equal_scores_at_the_border_are_cut_as_the_sampler_cuts_them() -> None:
-    """Four of six equal tokens for a small top_k, and no more of these than top-p asks for; all of them for
-    top-p alone."""
+    """All six equal tokens stay for a small top_k, for top-p behind it, and for top-p alone: none is less
+    likely than another."""
     logits = torch.zeros(1, 6)
     both = {"temperature": 1.0, "top_k": 4, "top_p": 0.4}
     (p,) = probabilities(logits, [msgspec.convert(both, Sampling)])
     rows = [request(i, [1, 2], seed=i, **both) for i in range(100)]
     drawn = Sampler(6, frozenset(), CPU).sample(logits.expand(100, 6).contiguous(), rows).token_ids
     assert set(p.nonzero().flatten().tolist()) == set(drawn)
-    assert len(set(drawn)) == 2
-    assert int((probabilities(logits, [Sampling(temperature=1.0, top_k=4)]) > 0).sum()) == 4
+    assert set(drawn) == set(range(6))
+    assert p.tolist() == pytest.approx([1 / 6] * 6)
+    assert int((probabilities(logits, [Sampling(temperature=1.0, top_k=4)]) > 0).sum()) == 6
     assert int((probabilities(logits, [Sampling(temperature=1.0, top_p=0.5)]) > 0).sum()) == 6
 
 
