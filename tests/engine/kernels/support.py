@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.launch import INTERPRETED
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+interpreted_only = pytest.mark.skipif(
+    not INTERPRETED,
+    reason="it puts kernels in the place of a CPU's, which only the interpreter can run there",
+)
 
 ALL_SHAPES = os.environ.get("DECODECK_KERNEL_SHAPES") == "all"
 """Whether tests also run the shapes that take long in the interpreter."""

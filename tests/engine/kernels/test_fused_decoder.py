@@ -10,7 +10,10 @@ from engine.ops.plain import PLAIN
 from ipc.messages import KnobValue, Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.driving import CPU, prompt
+from tests.engine.kernels.support import interpreted_only
 from tests.engine.oracle import tiny
+
+pytestmark = interpreted_only
 
 COUNT = 6
 NAMES = {"fused_norm": "norm=triton", "fused_rope_kv": "rope_kv=triton", "fused_mlp": "mlp=triton"}

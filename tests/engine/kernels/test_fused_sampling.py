@@ -18,7 +18,10 @@ from engine.speculation.verify import DraftSampler, Verified
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine, cannot_run
 from tests.engine.driving import CPU
+from tests.engine.kernels.support import interpreted_only
 from tests.engine.oracle import tiny
+
+pytestmark = interpreted_only
 
 VOCAB = 300
 SETTINGS = [

@@ -14,7 +14,10 @@ from engine.ops import choice, triton_ops
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine
 from tests.engine.graphs.fakes import FakeDriver
+from tests.engine.kernels.support import interpreted_only
 from tests.engine.oracle import tiny, told
+
+pytestmark = interpreted_only
 
 COUNT = 3
 

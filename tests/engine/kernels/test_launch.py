@@ -15,6 +15,7 @@ from engine.ops import choice, triton_ops
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.driving import prompt
+from tests.engine.kernels.support import interpreted_only
 
 ERRORS = [
     OutOfResources(139520, 101376, "shared memory"),
@@ -48,6 +49,7 @@ def test_what_stops_a_launch_names_the_kernel_and_its_sizes(error: Exception) ->
     assert raised.value.__cause__ is error
 
 
+@interpreted_only
 def test_an_engine_survives_a_kernel_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A25: its requests end with the reason; with the knob off the next one is served."""
     monkeypatch.setattr(choice, "sources", lambda device: (triton_ops,))

@@ -16,7 +16,10 @@ from ipc.messages import KnobValue, Sampling
 from tests.engine.attention.mixed_rows import check_mixed_rows
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.driving import CPU, prompt
+from tests.engine.kernels.support import interpreted_only
 from tests.engine.oracle import tiny, told
+
+pytestmark = interpreted_only
 
 COUNT = 4
 
