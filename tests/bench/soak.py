@@ -32,6 +32,7 @@ from tests.bench.knob_specs import SPECS
 from tests.bench.knob_workloads import FIRST_ID
 
 RATE_PER_CLIENT = 150  # requests a second that a client may send; the engine refuses above 200 commands
+FIRST_TIME_S = 900.0  # AWQ's search and torch.compile, on a busy machine
 FLIP_EVERY_S = 0.1
 QUIET_S = 30.0
 MAX_GROWTH_BYTES = 64 << 20
@@ -363,7 +364,8 @@ def soak(
     pool_gib = 4096 * model.kv_bytes_per_token / (1 << 30)
     flips = values_to_flip(clients[0], pool_gib)
     for knob, value in itertools.chain.from_iterable([(k, v) for v in values] for k, values in flips.items()):
-        configure(clients[0], {knob: value})  # so that what starts once has started
+        # So that what starts once has started, and what is searched or compiled once was found.
+        configure(clients[0], {knob: value}, timeout_s=FIRST_TIME_S)
     configure(clients[0], {**defaults, "kv_pool_gib": pool_gib})
     one_token(fleet, pick, 200, lambda: None)
     readings = [reading(process, fleet.counts["ended"])]
