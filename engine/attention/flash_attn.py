@@ -91,6 +91,7 @@ VERSIONS = {
     4: Version("flash_attn4", "flash_attn.cute", "flash_attn_varlen_func", _call_4, 128, (9, 10, 11)),
 }
 ORDER = {9: (3, 2, 4)}  # by major compute capability: 4 splits no keys on Hopper
+REASON_CHARS = 200  # of each package: a reason of three has to fit into the protocol
 NEWEST_FIRST = (4, 3, 2)
 
 
@@ -100,8 +101,8 @@ def _load(version: int) -> Function | str:
     wanted = VERSIONS[version]
     try:
         found: Function = getattr(importlib.import_module(wanted.module), wanted.function)
-    except (ImportError, AttributeError, OSError, RuntimeError) as error:
-        return f"{wanted.module}.{wanted.function}: {error}"
+    except Exception as error:  # whatever a package fails with must not end the engine's start
+        return f"{wanted.module}.{wanted.function}: {type(error).__name__}: {error}"[:REASON_CHARS]
     return found
 
 

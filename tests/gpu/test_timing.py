@@ -65,6 +65,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         "Stream": lambda device=None: stream,
         "current_stream": lambda device=None: stream,
         "stream": lambda stream: contextlib.nullcontext(),
+        "set_stream": lambda stream: None,
         "synchronize": lambda device=None: None,
         "CUDAGraph": Graph,
         "graph": capture,

@@ -222,6 +222,21 @@ def test_probe_says_what_is_missing(install: Callable[..., None], monkeypatch: p
     assert "compute capability 7.5" in str(probe("varlen", spec, CUDA, torch.bfloat16))
 
 
+def test_a_package_that_breaks_on_import_is_a_reason(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it raises, and short enough for the protocol."""
+
+    def broken(name: str) -> None:
+        raise TypeError("cutlass " * 500)
+
+    install()
+    monkeypatch.setattr(flash_attn.importlib, "import_module", broken)
+    reason = str(probe("flash_attn", spec_of(4, 2, 16, None), CUDA, torch.bfloat16))
+    assert "TypeError: cutlass" in reason
+    assert len(reason) < 1024
+
+
 def test_what_is_asked_of_the_pool_is_that_of_what_would_run(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

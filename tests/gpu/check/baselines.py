@@ -64,7 +64,7 @@ def run_generate(context: Context) -> dict[str, Any]:
     model.set_weights("model")
     made = hf_model(model)
     prompt, short, long = (8, 2, 4) if tiny else (128, 8, 40)
-    found: dict[str, Any] = {"transformers": version(), "prompt_tok": prompt, "runs": {}, "absent": {}}
+    found = context.begin(transformers=version(), prompt_tok=prompt, runs={}, absent={})
     kinds: dict[str, dict[str, Any]] = {
         "dynamic cache": {},
         "static cache, not compiled": {"cache_implementation": "static", "disable_compile": True},
@@ -110,7 +110,7 @@ def _per_token_s(
 
 def run_batch(context: Context) -> dict[str, Any]:
     """Tokens a second of ``generate_batch``, over requests that are there at once."""
-    found: dict[str, Any] = {"transformers": version(), "runs": {}, "absent": {}}
+    found = context.begin(transformers=version(), runs={}, absent={})
     try:
         from tests.bench.peer_transformers import batch_manager, run_batch
     except ImportError as error:

@@ -24,6 +24,12 @@ class Context:
     timer: Timer
     started_s: float = field(default_factory=time.perf_counter)
     model: Model | None = None
+    found: dict[str, Any] = field(default_factory=dict)  # by the stage that runs, kept if it fails
+
+    def begin(self, **found: Any) -> dict[str, Any]:
+        """What a stage puts its figures into as it gets them."""
+        self.found = found
+        return found
 
     @property
     def left_s(self) -> float:

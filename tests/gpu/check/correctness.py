@@ -30,11 +30,8 @@ def sizes(context: Context) -> Sizes:
 def run(context: Context) -> dict[str, Any]:
     """How far each is off, and under ``failed`` what is wrong with the others. AssertionError if all are."""
     s = sizes(context)
-    found: dict[str, Any] = {
-        "off": {},
-        "failed": {},
-        "graph": "equal bits" if context.timer.on_card else "no CUDA",
-    }
+    graph = "equal bits" if context.timer.on_card else "no CUDA"
+    found = context.begin(off={}, failed={}, graph=graph)
     checks: dict[str, Callable[[], float]] = {
         name: (lambda make=make: _hold(context, make()))
         for name, make in cases(s).items()  # type: ignore[misc]

@@ -56,7 +56,7 @@ def run(context: Context) -> dict[str, Any]:
             "memory_bytes": properties.total_memory,
             "processors": properties.multi_processor_count,
             "l2_bytes": context.timer.cache_bytes,
-            **_smi(),
+            **_smi(f"GPU-{properties.uuid}"),
         }
         found["cublas_prefers"] = str(torch.backends.cuda.preferred_blas_library())
     return found
@@ -88,9 +88,9 @@ def _git(*arguments: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _smi() -> dict[str, str]:
-    """What the driver's own tool says of the first card; why it says nothing."""
-    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(CARD)}", "--format=csv,noheader"]
+def _smi(uuid: str) -> dict[str, str]:
+    """What the driver's own tool, which counts cards as it likes, says of this one; why it says nothing."""
+    command = ["nvidia-smi", "-i", uuid, f"--query-gpu={','.join(CARD)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:

@@ -16,7 +16,7 @@ def run(context: Context) -> dict[str, Any]:
     """Milliseconds to the first token of each length, by the length."""
     model, settings = context.the_model(), context.settings
     model.set_weights("model")
-    found: dict[str, Any] = {"prompts": {}, "attention": model.runner.attention_name}
+    found = context.begin(prompts={}, attention=model.runner.attention_name)
     for length in settings.prompts:
         model.allocate(length + settings.block_size, "model")
         blocks = list(range(-(-(length + 1) // settings.block_size)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ipc import messages as m
-from ipc.client import Client
+from ipc.client import Client, EngineError
 from tests.bench.engine_process import engine
 from tests.bench.knob_run import KnobRefused, Outcome, Send, Session
 from tests.gpu.check.context import Context
@@ -67,7 +67,7 @@ def _all_on(
 
 def run_server(context: Context) -> dict[str, Any]:
     """Many requests at once with everything on: what their clients saw, and what the steps say."""
-    found: dict[str, Any] = {"loads": {}}
+    found = context.begin(loads={})
     load = context.settings.load
     with _session(context) as session:
         for name, but in LOADS.items():
@@ -84,7 +84,7 @@ def run_server(context: Context) -> dict[str, Any]:
 def run_knobs(context: Context) -> dict[str, Any]:
     """From everything on, each knob off by itself: the same requests, and the time of a step."""
     load = context.settings.flip_load
-    found: dict[str, Any] = {"off": {}, "not_run": {}}
+    found = context.begin(off={}, not_run={})
     with _session(context) as session:
         on, unavailable = _all_on(session)
         found["not_run"] |= unavailable
@@ -102,9 +102,9 @@ def run_knobs(context: Context) -> dict[str, Any]:
                 row = figures(_run(session, load, knob), load)
                 row["times_all_on"] = _ratio(row["step_ms"], found["all_on"]["step_ms"])
                 found["off"][knob] = row
-                session.flip({knob: on[knob]})
-            except KnobRefused as refused:
-                found["not_run"][knob] = str(refused)[:400]
+            except (KnobRefused, EngineError, RuntimeError) as error:
+                found["not_run"][knob] = f"{type(error).__name__}: {error}"[:400]
+            session.flip(on)  # where this fails the stage ends: later figures would have another baseline
             longest = max(longest, began - context.left_s)
     return found
 

@@ -92,8 +92,8 @@ def _device(settings: Settings) -> torch.device:
     return torch.device("cuda", 0)
 
 
-class DeadlinePassed(Exception):
-    """A stage was still running at the deadline."""
+class DeadlinePassed(BaseException):
+    """A stage was still running at the deadline. No Exception, so no stage takes it for one of its own."""
 
 
 @contextmanager
@@ -120,6 +120,7 @@ def _run_one(context: Context, stage: Stage) -> None:
         results.put(stage.name, "skipped", 0.0, error=why)
         print(f"{stage.name:15} skipped: {why}", flush=True)
         return
+    context.found = {}
     try:
         with torch.inference_mode(), _alarm(context.left_s):
             result = stage.run(context)
@@ -128,7 +129,9 @@ def _run_one(context: Context, stage: Stage) -> None:
     except BaseException as error:  # a failed stage must not take the figures of the others along
         lines = traceback.format_exception(error)
         text = "".join(lines).replace(str(environment.ROOT), ".").splitlines()[-TRACEBACK_LINES:]
-        results.put(stage.name, "failed", time.perf_counter() - began, error="\n".join(text))
+        results.put(
+            stage.name, "failed", time.perf_counter() - began, error="\n".join(text), result=context.found
+        )
         print(f"{stage.name:15} FAILED: {text[-1]}", flush=True)
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             context.drop_model()

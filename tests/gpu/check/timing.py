@@ -61,9 +61,12 @@ class Timer:
             for each in warm or (work,):
                 each()
         self.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            work()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                work()
+        finally:  # a capture that fails leaves its own stream behind
+            torch.cuda.set_stream(current)
         return graph
 
     def events_s(self, work: Work) -> float:
