@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.base import Ints
-from engine.draw import U64s
+from engine.draw import U64s, max_of_rows
 from engine.penalties import Occurrences
-from engine.sampling import GREEDY_BELOW
+from engine.sampling import GREEDY_BELOW, is_greedy
 from engine.speculation.base import ACCEPT, RESIDUAL
 from ipc.messages import Sampling
 
@@ -26,12 +27,16 @@ class TritonSampling:
     def __init__(self) -> None:
         from engine.kernels import penalties, rejection_sample, sample
 
+        self._not_finite = sample.NOT_FINITE
         self._sample, self._probabilities = sample.sample, sample.probabilities
         self._penalize = penalties.penalize
         self._reject = rejection_sample.rejection_sample
 
     def choose(self, scores: Tensor, settings: Sequence[Sampling], seeds: U64s, positions: U64s) -> Tensor:
-        packed = torch.from_numpy(self.pack(settings, seeds, positions, len(settings))).to(scores.device)
+        if all(map(is_greedy, settings)):  # a row is one program: many read the largest of few rows faster
+            best, ids = max_of_rows(scores)
+            return torch.where(best.isfinite(), ids, self._not_finite)
+        packed = _send(self.pack(settings, seeds, positions, len(settings)), scores.device)
         ids = torch.empty(len(settings), dtype=torch.int64, device=scores.device)
         self.choose_packed(scores, packed, ids)
         return ids
@@ -48,21 +53,19 @@ class TritonSampling:
         ).run()  # fmt: skip
 
     def penalize(self, scores: Tensor, found: Occurrences) -> None:
-        device = scores.device
-        sizes = np.zeros(len(scores), dtype=np.int64)
+        rows, count = len(scores), len(found.tokens)
+        sizes = np.zeros(rows, dtype=np.int64)
         sizes[found.rows] = found.sizes
-        cu = np.concatenate(([0], sizes.cumsum())).astype(np.int32)
-        each = np.zeros((3, len(scores)), dtype=np.float32)
-        each[0] = 1.0
-        each[:, found.rows] = found.repetition, found.presence, found.frequency
-        self.penalize_packed(
-            scores,
-            torch.from_numpy(cu).to(device),
-            torch.from_numpy(found.tokens.astype(np.int32)).to(device),
-            torch.from_numpy(found.counts.astype(np.int32)).to(device),
-            torch.from_numpy(each).to(device),
-            max_tokens=int(sizes.max()),
-        )
+        factors = np.zeros((3, rows), dtype=np.float32)
+        factors[0] = 1.0
+        factors[:, found.rows] = found.repetition, found.presence, found.frequency
+        words = np.zeros(rows + 1 + 2 * count + factors.size, dtype=np.int32)
+        cu, tokens, counts, penalties = np.split(words, np.cumsum([rows + 1, count, count]))
+        cu[1:], tokens[:], counts[:] = sizes.cumsum(), found.tokens, found.counts
+        penalties[:] = factors.view(np.int32).reshape(-1)
+        held = torch.split(_send(words, scores.device), [rows + 1, count, count, factors.size])
+        each = held[3].view(torch.float32).view(3, rows)
+        self.penalize_packed(scores, held[0], held[1], held[2], each, max_tokens=int(sizes.max()))
 
     def penalize_packed(
         self, scores: Tensor, cu: Tensor, tokens: Tensor, counts: Tensor, each: Tensor, *, max_tokens: int
@@ -70,7 +73,7 @@ class TritonSampling:
         self._penalize(scores, cu, tokens, counts, *each.unbind(), max_tokens=max_tokens).run()
 
     def probabilities(self, scores: Tensor, settings: Sequence[Sampling]) -> Tensor:
-        held = torch.from_numpy(_cuts(settings, len(settings))).to(scores.device)
+        held = _send(_cuts(settings, len(settings)), scores.device)
         out = torch.empty_like(scores)
         self._probabilities(scores, *_columns(held), out).run()
         return out
@@ -86,18 +89,24 @@ class TritonSampling:
         positions: U64s,
     ) -> tuple[list[int], list[int]]:
         device, count = target.device, len(lengths)
-        words = np.stack((seeds.view(np.int64), positions.view(np.int64)))
-        held = torch.from_numpy(words).to(device)
-        cu = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        cu = np.concatenate(([0], np.cumsum(lengths)))
+        words = np.concatenate((seeds.view(np.int64), positions.view(np.int64), tokens, cu))
+        held = torch.split(_send(words, device), [count, count, len(tokens), count + 1])
         accepted = torch.empty(count, dtype=torch.int32, device=device)
         own = torch.empty(count, dtype=torch.int64, device=device)
         self._reject(
-            target, proposal, torch.tensor(tokens, dtype=torch.int64, device=device),
-            torch.from_numpy(cu).to(device), finite.to(torch.int8), held[0], held[1], accepted, own,
+            target, proposal, held[2], held[3].to(torch.int32), finite.to(torch.int8), held[0], held[1],
+            accepted, own,
             accept=ACCEPT, residual=RESIDUAL,
         ).run()  # fmt: skip
         both = torch.stack((accepted.long(), own)).tolist()
         return both[0], both[1]
+
+
+def _send(words: np.ndarray[tuple[int, ...], np.dtype[Any]], device: torch.device) -> Tensor:
+    """A copy on the device, in one transfer that the host does not wait for."""
+    host = torch.from_numpy(words)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def _cuts(settings: Sequence[Sampling], rows: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from engine.kernels.sample import reference_probabilities
-from engine.ops import choice
+from engine.ops import choice, triton_sampling
 from engine.ops.triton_sampling import TritonSampling
 from engine.request import Request
 from engine.speculation.base import Draft
@@ -158,3 +160,27 @@ def test_the_switch_leaves_greedy_text_alone(monkeypatch: pytest.MonkeyPatch) ->
     engine.run()
     assert engine.ids(rid) == expected.ids[2][:6]
     assert {"sample=triton" in step.kernels for step in engine.heard.steps} == {True, False}
+
+
+def test_what_rows_need_goes_to_the_device_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for each would cost more than the kernel. Rows that are all greedy need nothing."""
+    copies: list[int] = []
+    send = triton_sampling._send
+
+    def counted(words: Any, device: torch.device) -> Tensor:
+        copies.append(words.size)
+        return send(words, device)
+
+    monkeypatch.setattr(triton_sampling, "_send", counted)
+    made, scores = sampler(True), logits(3)
+    made.sample(scores[:2], requests([Sampling(temperature=0.0), Sampling(temperature=1.0, top_k=1)]))
+    assert copies == []
+    drawn = [Sampling(temperature=0.5, seed=seed) for seed in range(3)]
+    made.sample(scores, requests(drawn))
+    assert len(copies) == 1
+    made._adjust(scores, requests([Sampling(temperature=0.0, presence_penalty=1.0)] * 3))
+    assert len(copies) == 2
+    one = np.zeros(1, dtype=np.uint64)
+    rows = TritonSampling().probabilities(scores, drawn)
+    TritonSampling().reject(rows, rows[:2], [1, 2], [2], torch.ones(3, dtype=torch.bool), one, one)
+    assert len(copies) == 4
