@@ -198,6 +198,75 @@ def test_eight_bits_with_a_scale_a_head(storage: torch.dtype, splits: int) -> No
     assert float((got.double() - exact).abs().max() / exact.abs().max()) < 1e-5
 
 
+@dataclass(frozen=True)
+class Rare:
+    """Several properties at once, each of which is rare."""
+
+    rows: Sequence[tuple[int, int]]
+    heads: int
+    kv_heads: int
+    dim: int
+    block_size: int
+    dtype: torch.dtype
+    storage: torch.dtype
+    window: int | None = None
+    splits: int = 1
+
+
+BF16, F16 = torch.bfloat16, torch.float16
+CODES, INTS = torch.uint8, torch.int8
+RARE = {
+    "32/8, e4m3, page 16, split": Rare([(1, 49), (1, 1)], 32, 8, 128, 16, BF16, CODES, None, 2),
+    "9/3 d96, int8, pages of a tile, window": Rare([(3, 130)], 9, 3, 96, 128, F16, INTS, 70),
+    "14/2, drafts, page 256, window, split": Rare([(2, 257), (4, 255)], 14, 2, 64, 256, BF16, BF16, 200, 4),
+    "d80, e4m3, chunk, split": Rare([(40, 70)], 2, 2, 80, 16, BF16, CODES, None, 4),
+    "d256, 16 bits, chunk": Rare([(1, 17), (33, 33)], 4, 2, 256, 32, F16, F16, 20),
+}
+
+
+@pytest.mark.parametrize("rare", RARE.values(), ids=RARE)
+def test_rare_sizes_together(rare: Rare) -> None:
+    """Queries in 16 bits over keys in 8, and windows over pages as large as a tile of keys, among others."""
+    x = step(
+        rare.rows, rare.heads, rare.kv_heads, rare.dim, rare.block_size,
+        dtype=rare.dtype, storage=rare.storage, window=rare.window,
+    )  # fmt: skip
+    scales = None
+    if rare.storage in (CODES, INTS):
+        scales = (
+            torch.linspace(0.001, 0.01, rare.kv_heads, device=DEVICE),
+            torch.linspace(0.5, 0.01, rare.kv_heads, device=DEVICE),
+        )
+    got, exact = run(x, splits=rare.splits, scales=scales), x.exact(scales)
+    size = float(exact.abs().max())
+    assert_close(got / size, exact / size, rare.dtype, factor=2.0)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_tiles_of_the_largest_cards(group: int) -> None:
+    """128 rows of queries, over several tiles, beside a row of one token."""
+    tiles = tiles_for(group, 64, 200, 4, hopper=True)
+    assert tiles.block_m == 128
+    x = step([(1, 40), (150, 150)], group, 1, 64)
+    assert_close(run(x, tiles=tiles), x.exact(), torch.float32, factor=4.0)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_what_is_not_finite_reaches_its_own_row_through_parts_too(which: str, splits: int) -> None:
+    """A25: a NaN in a query, key or value is seen in what attention gives, and in no other row."""
+    x = step([(1, 100), (1, 90)], 2, 1, 64)
+    block = int(x.tables[1, 1])
+    if which == "q":
+        x.q[1, 0, 3] = float("nan")
+    else:
+        (x.k if which == "k" else x.v)[block * x.block_size + 2, 0, 3] = float("nan")
+    got = run(x, splits=splits)
+    assert got[0].isfinite().all()
+    assert got[1, 0].isnan().any()
+
+
 def test_a_launch_over_later_rows_leaves_the_others_alone() -> None:
     """Short and long rows of one step are two launches over the same tensors."""
     x = step([(1, 30), (2, 21), (20, 40)], 4, 2, 64)
