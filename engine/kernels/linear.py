@@ -43,16 +43,19 @@ def product_expanded(x: Tensor, weight: PackedWeight, bias: Tensor | None = None
 def product_fp8(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """``(codes * scale) @ (weight * weight_scales).T`` in ``dtype`` (bfloat16 or float32).
+    """``(codes * scale) @ (weight * weight_scales).T`` in ``dtype``: bfloat16, not every torch gives others.
 
     codes: [rows, in], e4m3 or its bytes, with float32 scale [rows], as `engine.kernels.quantize` and the
     kernels that quantize give them. weight: e4m3 [out, in], contiguous; weight_scales: float32 [out]. in and
     out are multiples of 16.
     """
     rows = codes.view(torch.float8_e4m3fn)
+    # Sums stay in the tensor cores, whose precision is less than float32's and far beyond that of the codes.
+    # To add them up outside costs instructions in every step.
     return torch._scaled_mm(
-        rows, weight.t(), scale_a=scale.unsqueeze(1), scale_b=weight_scales.unsqueeze(0), out_dtype=dtype
-    )
+        rows, weight.t(), scale_a=scale.unsqueeze(1), scale_b=weight_scales.unsqueeze(0), out_dtype=dtype,
+        use_fast_accum=True,
+    )  # fmt: skip
 
 
 def product_quantizing(x: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.dot import dot
-from engine.kernels.launch import FLOATS, Launch, next_power_of_2
+from engine.kernels.launch import FLOATS, INTERPRETED, Launch, next_power_of_2
 from engine.layers.precision.codes import unpack_nibbles
 from engine.layers.precision.weights import Int4Weight, Int8Weight
 
@@ -32,6 +32,8 @@ def probe(weight: Int4Weight | Int8Weight, dtype: torch.dtype) -> str | None:
     """Why products of ``dtype`` with this weight cannot be served, or None."""
     if dtype not in FLOATS:
         return f"the product needs bfloat16, float16 or float32, not {dtype}"
+    if dtype == torch.float32 and not INTERPRETED:
+        return "the product runs on tensor cores, in bfloat16 or float16, and activations are in float32"
     out, cols = weight.shape
     tile = tile_k(weight)
     if tile < MIN_TILE_K or cols % tile or (weight.group < cols and weight.group % tile):

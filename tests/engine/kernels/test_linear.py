@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels import weight_only_gemm
 from engine.kernels.linear import product, product_expanded, product_fp8
 from engine.kernels.quantize import quantize as quantize_rows
 from engine.kernels.weight_only_gemm import dequantize, gemm, pack, probe, splits_for
@@ -131,6 +132,12 @@ def test_input_channels_are_shared_where_tiles_are_few() -> None:
     assert {splits_for(rows, llama) for rows in (1, 5, 17, 64)} == {4}, "the same for few rows, however many"
     assert splits_for(64, replace(llama, shape=(28672, 4096))) == 1
     assert splits_for(1, replace(llama, shape=(64, 256))) == 1
+
+
+def test_float32_is_refused_where_it_would_not_be_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_only_gemm, "INTERPRETED", False)
+    assert "activations are in float32" in str(probe(int8_weight(64, 256), torch.float32))
+    assert probe(int8_weight(64, 256), torch.float16) is None
 
 
 def test_what_cannot_be_served_is_told() -> None:
