@@ -2,7 +2,7 @@
 
 Modules with kernels import triton, so ask `engine.kernels.availability.probe` first. Each offers
 
-- ``probe(...)``: why it cannot serve these sizes and dtypes, or None;
+- ``probe(...)``, where there are sizes and dtypes that it cannot serve: why it cannot, or None;
 - functions that prepare a `engine.kernels.launch.Launch` from tensors: nothing is allocated behind the
   caller's back, nothing is synchronized, and what a step changes is data on the device, never the shape of
   the launch, so that launches can be captured in CUDA graphs;

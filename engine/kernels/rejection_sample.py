@@ -168,3 +168,39 @@ def rejection_sample(
         {"ACCEPT": accept, "RESIDUAL": residual, "BLOCK": min(_BLOCK, next_power_of_2(n))},
         num_warps=8,
     )
+
+
+def reference_rejection_sample(
+    target: Tensor,
+    proposal: Tensor,
+    tokens: list[int],
+    lengths: list[int],
+    finite: list[bool],
+    accept: list[float],
+    own: list[float],
+) -> tuple[list[int], list[int]]:
+    """How many tokens of each draft stay, and what follows, by the definition, in float64.
+
+    Draft i has the next lengths[i] of ``tokens`` and of the rows of ``proposal``, and one row more of
+    ``target``, ``finite``, ``accept`` and ``own``: the random numbers of each place.
+    """
+    kept, following = [], []
+    first = 0
+    for i, count in enumerate(lengths):
+        place, stays = first + i, 0
+        for token in tokens[first : first + count]:
+            at = place + stays
+            q = 0.0 if token < 0 else float(proposal[first + stays, token])
+            if token < 0 or not finite[at] or not accept[at] * q < float(target[at, token]):
+                break
+            stays += 1
+        rest = target[place + stays].double()
+        if stays < count and tokens[first + stays] >= 0:
+            residual = (rest - proposal[first + stays].double()).clamp(min=0.0)
+            rest = residual if residual.sum() > 0 else rest
+        running = rest.cumsum(0)
+        passed = int((running <= own[place + stays] * running[-1]).sum())
+        kept.append(stays)
+        following.append(min(passed, int(rest.nonzero().max())))
+        first += count
+    return kept, following

@@ -1,7 +1,9 @@
 """The random numbers of `engine.draw.uniform` inside kernels, bit for bit.
 
 They depend on a request's seed and the position of the token alone, so neither the other rows of a batch nor
-the shape of a launch can change them.
+the shape of a launch can change them. SplitMix64 has that from its definition, as Philox 4x32-10 has, and its
+one key and one counter are what there is, both of 64 bits; the host and other kernels compute it in a few
+multiplications, so that a seed means the same wherever tokens are chosen.
 """
 
 from __future__ import annotations

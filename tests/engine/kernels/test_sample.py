@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine import draw
 from engine.kernels.penalties import penalize, reference_penalize
-from engine.kernels.rejection_sample import match_drafts, rejection_sample
+from engine.kernels.rejection_sample import match_drafts, reference_rejection_sample, rejection_sample
 from engine.kernels.sample import NOT_FINITE, probabilities, reference_probabilities, sample
 from engine.kernels.uniform import uniform
 from engine.sampling import GREEDY_BELOW
@@ -211,6 +211,10 @@ def test_drafts_are_judged_as_the_engine_does(n: int) -> None:
     u_accept, u_own = (torch.from_numpy(draw.uniform(seeds, at, s)).to(DEVICE) for s in (ACCEPT, RESIDUAL))
     expected = reject(target, proposal, tokens, lengths, finite, u_accept, u_own)
     assert run_rejection(target, proposal, tokens, lengths, finite, positions) == expected
+    exact = reference_rejection_sample(
+        target, proposal, tokens, lengths, finite.tolist(), u_accept.tolist(), u_own.tolist()
+    )
+    assert exact == expected
     assert 0 < sum(expected[0]) < sum(lengths), "the case tests too little"
 
 
