@@ -63,13 +63,13 @@ def bring_up(
     loaded = replace(loaded, info=told)
     for note in loaded.notes:
         log.info("%s", note)
+    if device.type == "cpu":
+        kernels(lambda: progress("compiling kernels for this CPU", 0, 0))
     progress("measuring the device", 0, 0)
     dtype = loaded.weights["embed"].dtype
     info = describe(device, dtype=dtype)
     if info.uuid:
         follow_gpu(info.uuid)
-    if device.type == "cpu":
-        kernels(lambda: progress("compiling kernels for this CPU", 0, 0))
     backends, reasons = available(loaded.spec, device, dtype)
     context = KnobContext(
         device=info.kind,

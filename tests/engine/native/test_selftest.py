@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from engine.attention.base import probe
+from engine.bringup import bring_up
+from engine.config import EngineConfig
 from engine.layers.linear import candidates
+from engine.native import build as build_module
 from engine.native import kernels, selftest, unavailable
 from engine.native import kernels as function
 from engine.ops import choice
@@ -57,3 +61,29 @@ def test_without_kernels_everything_runs_in_torch_and_says_why(
         *(choice.probe(knob, spec, CPU, torch.float32) for knob in choice.FUSED),
     ):
         assert "compute wrongly here" in (reason or "")
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_engine_starts_with_the_kernels_that_there_are(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling is a stage of the start, and without it torch's operations stay the defaults."""
+    stages: list[str] = []
+    real = build_module.build
+
+    def build(**arguments: Any) -> Path:
+        arguments["announce"]()
+        if not compiled:
+            raise build_module.NotBuilt("there is no C++ compiler")
+        return real()
+
+    monkeypatch.setattr(module, "_found", None)
+    monkeypatch.setattr(module, "build", build)
+    config = EngineConfig(model=tiny_folder("llama"), device="cpu", knobs={"kv_pool_gib": 0.001})
+    core, knobs, _ = bring_up(config, lambda _: None, lambda stage, *_: stages.append(stage), lambda _: None)
+    assert "compiling kernels for this CPU" in stages
+    assert knobs["attention"] == ("paged" if compiled else "sdpa")
+    assert [knobs[knob] for knob in choice.FUSED] == [compiled] * 3
+    reason = {info.id: info.reason for info in knobs.infos()}["fused_norm"]
+    assert reason == ("" if compiled else "there is no C++ compiler")
+    assert core.runner.attention_name == knobs["attention"]
