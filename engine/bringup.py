@@ -94,12 +94,13 @@ def bring_up(
 
 def explain(error: Exception, *, running: bool) -> tuple[int, str]:
     """The exit code and the sentence for an error of loading (or, ``running``, of the step loop)."""
-    if isinstance(error, out_of_memory.ERRORS):
+    kind = out_of_memory.kind_of(error)
+    if kind == "memory":
         what = "while running" if running else "while loading"
         return ExitCode.OUT_OF_MEMORY, f"out of memory {what}: {out_of_memory.text_of(error)}"
     if isinstance(error, DeviceError):
         return ExitCode.DEVICE, str(error)
-    if isinstance(error, torch.AcceleratorError):
+    if kind == "lost":
         return ExitCode.DEVICE, f"the device failed: {error}"
     if running:
         return ExitCode.LOOP_FAILED, f"the step loop failed: {type(error).__name__}: {error}"

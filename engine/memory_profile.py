@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.graphs import driver
 from engine.graphs.switch import BUDGET_BYTES
 from engine.memory import host_pool_bytes
-from engine.out_of_memory import ERRORS, CardMemory, recover, text_of
+from engine.out_of_memory import CardMemory, kind_of, recover, text_of
 from engine.runner import ModelRunner
 from engine.speculation.base import Draft
 from engine.speculation.draft_models import DraftModels
@@ -145,7 +145,9 @@ def profile(runner: ModelRunner, values: Mapping[str, KnobValue], utilization: f
         torch.cuda.reset_peak_memory_stats(device)
         runner.execute(_Step(largest.rows_of(block_size, context)))
         step = max(0, torch.cuda.max_memory_reserved(device) - before.reserved)
-    except ERRORS as error:
+    except (RuntimeError, MemoryError) as error:
+        if kind_of(error) != "memory":
+            raise
         why = text_of(error)
         recover(error, device)
         raise MemoryError(

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,33 @@ log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 ERRORS = (MemoryError, torch.OutOfMemoryError)
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
+CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported to ...CaptureWrongThread
+# How errors without a class or code of their own begin or end: of CUDA and Triton, of cuBLAS and its like, of
+# torch's allocator for the CPU (the latter on Windows).
+NO_MEMORY = ("out of memory", "_STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
+
+ErrorKind = Literal["memory", "lost", "own"]
+
+
+def kind_of(error: BaseException) -> ErrorKind:
+    """Whether an error is a lack of memory, of a device that is lost, or of what was done itself.
+
+    After the first and the last the device goes on; after the other every use of it fails. torch has one
+    class for all that CUDA answers: also where pinned memory, a graph or a kernel that is loaded late finds
+    no memory, which its own allocator has no part in. Source: CUDA runtime API, "Error Handling".
+    """
+    if isinstance(error, ERRORS):
+        return "memory"
+    # Errors of the engine's own classes may cite such a text of an error that was dealt with.
+    tells = type(error) in (RuntimeError, torch.AcceleratorError)
+    says_so = tells and any(text in str(error) for text in NO_MEMORY)
+    if isinstance(error, torch.AcceleratorError):
+        code = getattr(error, "error_code", None)
+        if code == OUT_OF_MEMORY or (code is None and says_so):
+            return "memory"
+        return "own" if code in CAPTURE_ERRORS else "lost"
+    return "memory" if says_so else "own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +106,9 @@ def allocating(what: str, device: torch.device, needed: int, advice: str) -> Ite
     """Where memory for ``what`` is taken: if there is none, MemoryError says what is needed and there."""
     try:
         yield
-    except torch.AcceleratorError:  # the device itself is lost
-        raise
     except (RuntimeError, MemoryError) as error:  # the CPU's allocator raises the former
+        if kind_of(error) == "lost":
+            raise
         let_go(error)
         raise MemoryError(f"no memory for {what}: {shortage(device, needed)}; {advice}") from error
 
@@ -89,12 +117,22 @@ def text_of(error: BaseException) -> str:
     """What an error says, of running out of memory in figures; its kind where it says nothing, as Python's
     own MemoryError does.
     """
-    if not isinstance(error, torch.OutOfMemoryError):
-        return str(error) or type(error).__name__
-    told = _last
-    if told is None and torch.cuda.is_available():
-        told = str(CardMemory.of(torch.device("cuda", torch.cuda.current_device())))
-    return f"out of device memory: {told}" if told else str(error)
+    said = str(error) or type(error).__name__
+    if isinstance(error, torch.OutOfMemoryError):
+        told = _last or _present()
+        return f"out of device memory: {told}" if told else said
+    if isinstance(error, RuntimeError) and kind_of(error) == "memory" and "CUDA" in said:
+        first = said.splitlines()[0]  # torch adds how to debug kernels
+        told = _present()
+        return f"out of device memory: {first}; {told}" if told else first
+    return said
+
+
+def _present() -> str | None:
+    """What memory the card has now, None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return str(CardMemory.of(torch.device("cuda", torch.cuda.current_device())))
 
 
 def let_go(error: BaseException | None) -> None:

@@ -24,8 +24,6 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from engine import out_of_memory
 from engine.answer import Answers
 from engine.flight import Flight
@@ -341,7 +339,8 @@ class Pipeline:
         self._ended_ns, self._beyond_ns = clock.end, clock.beyond
 
     def _fail(self, step: Step, error: BaseException | None) -> Landing:
-        if error is None or isinstance(error, torch.AcceleratorError) or not isinstance(error, STEP_ERRORS):
+        kind = "lost" if error is None else out_of_memory.kind_of(error)
+        if error is None or kind == "lost" or not isinstance(error, STEP_ERRORS):
             # With its device's context lost, or after a fault of its own, every later step would fail too.
             raise error or RuntimeError(f"step {step.number} was launched without having been prepared")
         plan = step.plan
@@ -356,7 +355,7 @@ class Pipeline:
             len(plan.scheduled),
             exc_info=error,
         )
-        code: ErrorCode = "oom" if isinstance(error, out_of_memory.ERRORS) else "internal"
+        code: ErrorCode = "oom" if kind == "memory" else "internal"
         now, why = self._clock_ns(), out_of_memory.text_of(error)
         if code == "oom":  # what the step held would be missed by the next one
             out_of_memory.recover(error, self._runner.device)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-import torch
-
 from engine.attention_choice import resolve
 from engine.door import RequestRefused, check_fit
 from engine.identity import kv_identity
@@ -18,7 +16,7 @@ from engine.layout import Layout, NoRoom, check_room, layout_of
 from engine.models.errors import ModelError
 from engine.models.reading import Progress
 from engine.ops.choice import COMPILE, FUSED, SAMPLING
-from engine.out_of_memory import recover, text_of
+from engine.out_of_memory import kind_of, recover, text_of
 from engine.plan import Arena, StepPlan
 from engine.runner import CopyFailed
 from engine.scheduler import SchedulerKnobs
@@ -71,9 +69,9 @@ def carry_out(core: EngineCore, proposal: Proposal, now_ns: int, error: Exceptio
         core.knobs.heed_cancel()
         make_copies(core, now_ns)
         _reconfigure(core, proposal, now_ns)
-    except torch.AcceleratorError:  # the device itself is lost, and there is no going on
-        raise
     except (PatchRefused, ModelError, NoRoom, MemoryError, RuntimeError, ValueError) as caught:
+        if kind_of(caught) == "lost":  # there is no going on without the device
+            raise
         why = text_of(caught)
         recover(caught, core.runner.device)
         core.knobs.abandon()
@@ -173,7 +171,7 @@ def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
     try:
         _apply(core, new, layout, now_ns, rebuild=rebuild)
     except (MemoryError, RuntimeError, ValueError) as error:
-        if isinstance(error, torch.AcceleratorError):  # going back needs the device too
+        if kind_of(error) == "lost":  # going back needs the device too
             raise
         recover(error, core.runner.device)  # what was begun leaves room for what there was
         try:  # a pool that is as large as before may still have been laid out for the new values

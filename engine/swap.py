@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from engine.kv_cache import KVCache
+from engine.out_of_memory import kind_of, text_of
 from engine.plan import Arena, Copy
 from engine.timing import Timer
 
@@ -104,6 +105,8 @@ class HostArena:
         try:
             self.rows = torch.empty(shape, dtype=parts[0].dtype, pin_memory=kv.device.type == "cuda")
         except RuntimeError as error:
+            if kind_of(error) == "lost":
+                raise
             raise MemoryError(
                 f"no host memory for {num_blocks} KV blocks ({num_blocks * kv.bytes_per_block / 2**30:.2f} "
                 "GiB); ask for less"
@@ -180,14 +183,14 @@ class HostMemory:
                 total += len(copy.blocks)
             self._lane.submit(timer.stop)
             self._lane.fence()
-        except torch.AcceleratorError:
-            raise
         except (RuntimeError, ValueError, IndexError, MemoryError) as error:
+            if kind_of(error) == "lost":
+                raise
             self._lane.mark()  # copies that were begun go on, and what follows must not meet them
             self._lane.fence()
             if isinstance(error, CopyFailed):
                 raise
-            raise CopyFailed(f"copying KV blocks failed: {error}") from error
+            raise CopyFailed(f"copying KV blocks failed: {text_of(error)}") from error
         return total
 
     def _give_back(self) -> None:

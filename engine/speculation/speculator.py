@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
-from engine.out_of_memory import let_go, text_of
+from engine.out_of_memory import kind_of, let_go, text_of
 from engine.plan import ScheduledRequest, StepPlan
 from engine.request import Request
 from engine.scheduler import Scheduler
@@ -209,7 +207,7 @@ class Speculator:
         try:
             drafts = drafter.propose([row.request for row, _ in asked], rooms)
         except DRAFT_ERRORS as error:
-            if isinstance(error, torch.AcceleratorError):  # every later step would fail too
+            if kind_of(error) == "lost":  # every later step would fail too
                 raise
             self._give_up(error)
             return 0

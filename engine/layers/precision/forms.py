@@ -26,6 +26,7 @@ from engine.layers.precision import forms_cpu, forms_cuda
 from engine.layers.precision.product import ERRORS, Activations, Builder, Offer, Product, reference
 from engine.layers.precision.quantize import quantize
 from engine.layers.precision.weights import Kind, QuantizedWeight
+from engine.out_of_memory import kind_of
 
 REFERENCE = Offer("reference", "kept", "plain", reference)
 
@@ -125,9 +126,9 @@ def probe(form: PrecisionForm, device: torch.device) -> str | None:
         inputs = inputs.to(device)
         try:
             worst = error_of(form, quantized, inputs)
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
         except Exception as error:  # a kernel's compiler raises what it likes
+            if kind_of(error) == "memory":
+                raise
             return f"it does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"
         if not worst <= form.error:
             return f"its products are off by {worst:.2g} of |x| |w|, more than the stated {form.error:.2g}"
