@@ -17,7 +17,8 @@ GPU, MIG = "GPU-", "MIG-"
 class Card:
     """One card as NVML numbers them, in PCI order. ``parts``: what MIG has divided it into.
 
-    A part has the handle of the ``whole`` card too.
+    A part has the handle of the ``whole`` card too. ``error``: why the driver tells nothing of a card that it
+    counts, as of one that has fallen off the bus: it keeps its place among the others, and has no UUID.
     """
 
     uuid: str
@@ -25,6 +26,7 @@ class Card:
     handle: Any = None
     parts: tuple[Card, ...] = ()
     whole: Any = None
+    error: str = ""
 
     @property
     def is_part(self) -> bool:
@@ -36,14 +38,18 @@ class CannotMap(Exception):
 
 
 def list_cards(nvml: Any) -> list[Card]:
-    """All cards of the machine, with their parts."""
-    cards = []
-    for index in range(nvml.nvmlDeviceGetCount()):
+    """All cards of the machine, with their parts; one that cannot be asked has an ``error``."""
+    return [_card(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+
+
+def _card(nvml: Any, index: int) -> Card:
+    try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        name = _text(nvml.nvmlDeviceGetName(handle))
-        parts = tuple(_parts(nvml, handle, name))
-        cards.append(Card(_text(nvml.nvmlDeviceGetUUID(handle)), name, handle, parts))
-    return cards
+        name, uuid = _text(nvml.nvmlDeviceGetName(handle)), _text(nvml.nvmlDeviceGetUUID(handle))
+    except Exception as error:  # one card's trouble is not the others'
+        why = str(error) or type(error).__name__
+        return Card("", "", error=f"card {index} cannot be read: {why}")
+    return Card(uuid, name, handle, tuple(_parts(nvml, handle, name)))
 
 
 def _parts(nvml: Any, handle: Any, name: str) -> Iterator[Card]:
@@ -74,6 +80,12 @@ def visible_cards(cards: Sequence[Card], environ: Mapping[str, str]) -> list[Car
     for entry in (part.strip() for part in wanted.split(",")):
         if entry.isdecimal():
             if not in_pci_order:
+                unread = next((card.error for card in cards if card.error), "")
+                if unread:
+                    raise CannotMap(
+                        f"CUDA_VISIBLE_DEVICES={wanted} counts in CUDA's own order and {unread}; "
+                        "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+                    )
                 raise CannotMap(
                     f"CUDA_VISIBLE_DEVICES={wanted} counts in CUDA's own order and the cards differ; "
                     "set CUDA_DEVICE_ORDER=PCI_BUS_ID"

@@ -78,7 +78,8 @@ class GpuMonitor:
         self._uuid: str | None = None
         self._rows: list[m.GpuRow] = []
         self._process_bytes = 0
-        self._lost: set[str] = set()  # UUIDs of cards that were told to be lost
+        self._lost: dict[str, Card] = {}  # those that were told to be lost, by UUID
+        self._unread: set[str] = set()  # cards that the driver tells nothing of, and why
         self._faults: dict[str, str] = {}  # the newest that the driver reported of each
         self._reason = "the driver has not answered yet"
         self._answered_s = time.monotonic()
@@ -122,7 +123,8 @@ class GpuMonitor:
         while not self._stop.is_set():
             before_s = time.monotonic()
             try:
-                self._session()
+                if self._session():
+                    continue
             except Exception as error:
                 self._rows, self._process_bytes = [], 0
                 self._tell(f"no NVIDIA driver or card found ({error})")
@@ -144,53 +146,81 @@ class GpuMonitor:
             self._stop.wait(min(left_s, 1.0))
         self._answered_s = time.monotonic()
 
-    def _session(self) -> None:
-        """Read until the end, or until the driver has lost the card: then it is to be asked anew."""
-        nvml = self._load()
+    def _session(self) -> bool:
+        """Read until the end, or until the driver is to be asked anew because it has lost a card.
+
+        Whether at once: as long as other cards are there, they are read on, and the lost one is looked for
+        now and then.
+        """
+        nvml, begun_s = self._load(), time.monotonic()
         nvml.nvmlInit()
         readers: dict[str, CardReader] = {}
         try:
             cards = list_cards(nvml)
             if not cards:
                 raise LookupError("the driver lists no card")
+            unread = {card.error for card in cards if card.error}
+            for told in unread - self._unread:
+                log.warning("%s", told)
+            self._unread = unread
             while not self._stop.is_set():
                 chosen = self._chosen(cards)
                 for card in chosen:
                     if card.uuid not in readers:
                         readers[card.uuid] = CardReader(nvml, card, self._faults.get(card.uuid, ""))
                 read = [readers[card.uuid] for card in chosen]
-                self._rows = [reader.read() for reader in read]
+                gone = self._gone(cards)
+                self._rows = [reader.read() for reader in read] + [self._lost_row(card) for card in gone]
                 self._process_bytes = sum(reader.process_bytes for reader in read)
                 self._faults |= {reader.card.uuid: reader.fault for reader in read}
-                lost = {reader.card.uuid for reader in read if reader.lost}
-                for uuid in lost - self._lost:
+                lost = {card.uuid: card for card in gone}
+                lost |= {reader.card.uuid: reader.card for reader in read if reader.lost}
+                for uuid in lost.keys() - self._lost.keys():
                     log.error("%s: %s", uuid, LOST)
                 self._lost = lost
                 if lost or (self._uuid is not None and not chosen):
-                    return
+                    if all(reader.lost for reader in read):
+                        return False
+                    if time.monotonic() - begun_s > MAX_RETRY_S:
+                        return True
                 self._wait(self._interval_s)
+            return False
         finally:
             for reader in readers.values():
                 reader.close()
             with contextlib.suppress(Exception):
                 nvml.nvmlShutdown()
 
+    def _gone(self, cards: Sequence[Card]) -> list[Card]:
+        """Cards that were lost before and that the driver counts without telling anything of them."""
+        if not any(card.error for card in cards):
+            return []
+        wanted = self._lost.values() if self._uuid is None else find([*self._lost.values()], self._uuid)
+        return [card for card in wanted if not find(cards, card.uuid)]
+
+    def _lost_row(self, card: Card) -> m.GpuRow:
+        fault, name = self._faults.get(card.uuid, ""), codec.clip(card.name)
+        return m.GpuRow(t_ns=time.monotonic_ns(), uuid=card.uuid[:96], name=name, error=LOST, fault=fault)
+
     def _chosen(self, cards: Sequence[Card]) -> list[Card]:
         uuid = self._uuid
+        unread = [card.error for card in cards if card.error]
         if uuid is not None:
             # Of a part of a card torch tells the UUID too, without saying what it is of.
             found = find(cards, uuid) or find(cards, MIG + uuid.removeprefix(GPU))
             if not found:
-                self._tell(f"the driver lists no card {uuid}, which the engine computes on")
+                told = f"the driver lists no card {uuid}, which the engine computes on"
+                self._tell("; ".join([told, *unread]))
             return found[:1]
         try:
             shown = visible_cards(cards, self._environ)
         except CannotMap as error:
             self._tell(str(error))
             return []
-        if not shown:
-            self._tell("CUDA_VISIBLE_DEVICES hides every card")
-        return shown
+        known = [card for card in shown if not card.error]
+        if not known:
+            self._tell("; ".join(unread) if shown else "CUDA_VISIBLE_DEVICES hides every card")
+        return known
 
 
 def _with_error(row: m.GpuRow, error: str) -> m.GpuRow:

@@ -48,6 +48,7 @@ class Driver:
         self.link_kib = 0
         self.inits = self.sets = 0
         self.faults: dict[str, Exception] = {}
+        self.unlisted: set[int] = set()  # cards that fell off the bus: not even a handle is given for them
         self.hang = threading.Event()
         self.hang.set()
         self.process_memory: Any = 3 * GIB
@@ -63,6 +64,8 @@ class Driver:
         return len(self.cards)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index in self.unlisted:
+            raise NvmlError(15)
         return index
 
     def nvmlDeviceGetUUID(self, handle: int) -> str:
@@ -402,6 +405,63 @@ def test_a_card_that_fell_off_the_bus_is_reported_and_looked_for_again(
     wait_until(lambda: "lists no card" in monitor.rows()[0].error, "a driver that forgot it")
     driver.cards, driver.faults = [BIG, SMALL], {}
     wait_until(lambda: monitor.rows()[0].memory_used_bytes == 40 * GIB, "it came back")
+
+
+def test_a_lost_card_that_has_no_handle_any_more_stays_in_the_list(
+    driver: Driver, start: Callable[..., GpuMonitor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one the engine computes on: told as lost at each retry, not as a machine without a driver."""
+    monkeypatch.setattr("engine.monitor.MAX_RETRY_S", 0.05)
+    monitor = start(lambda: driver)
+    monitor.follow(BIG.uuid)
+    _read(monitor)
+    driver.faults, driver.unlisted = {"memory": NvmlError(15)}, {0}
+    wait_until(lambda: monitor.rows()[0].error == LOST, "it is reported")
+    begun = driver.inits
+    while driver.inits < begun + 3:
+        (row,) = monitor.rows()
+        assert (row.uuid, row.name, row.error) == (BIG.uuid, "H200", LOST)
+        time.sleep(0.005)
+    driver.faults, driver.unlisted = {}, set()
+    wait_until(lambda: monitor.rows()[0].memory_used_bytes == 40 * GIB, "it came back")
+
+
+def test_a_lost_card_hides_no_other(
+    driver: Driver, start: Callable[..., GpuMonitor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lost before anybody looked, or under way: the others are read as often as ever."""
+    monkeypatch.setattr("engine.monitor.MAX_RETRY_S", 1000.0)
+    driver.unlisted = {0}
+    monitor = start(lambda: driver)
+    (row,) = _read(monitor)
+    assert (row.uuid, row.error) == (SMALL.uuid, "")
+    wait_until(lambda: monitor.rows()[0].t_ns > row.t_ns, "it is read again")
+    assert driver.inits == 1
+    monitor.follow(BIG.uuid)
+    wait_until(lambda: "card 0 cannot be read: GPU is lost" in monitor.rows()[0].error, "that is the reason")
+
+    other = Driver()
+    lost = other.nvmlDeviceGetPowerUsage
+
+    def power(handle: int) -> Any:
+        if handle == 0:
+            raise NvmlError(15)
+        return lost(handle)
+
+    monkeypatch.setattr(other, "nvmlDeviceGetPowerUsage", power)
+    monitor = start(lambda: other)
+    big, small = _read(monitor)
+    assert (big.error, small.error, small.memory_used_bytes) == (LOST, "", 5 * GIB)
+    wait_until(lambda: monitor.rows()[1].t_ns > small.t_ns, "it is read on")
+    assert other.inits == 1
+
+
+def test_a_card_that_cannot_be_read_keeps_its_number() -> None:
+    """D05: CUDA_VISIBLE_DEVICES=1 is the second card, though nothing is known of the first."""
+    gone = Card("", "", error="card 0 cannot be read: GPU is lost")
+    assert visible_cards([gone, SMALL], PCI | {"CUDA_VISIBLE_DEVICES": "1"}) == [SMALL]
+    with pytest.raises(CannotMap, match=r"card 0 cannot be read: GPU is lost; set CUDA_DEVICE_ORDER=PCI"):
+        visible_cards([gone, SMALL], {"CUDA_VISIBLE_DEVICES": "1"})
 
 
 def test_nvlinks_are_read_by_their_counters(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
