@@ -12,6 +12,7 @@ from collections import deque
 
 import numpy as np
 
+from app.model.cards import CardBook
 from app.model.costs import StageClock
 from app.model.drafts import DraftBook, DraftFigures, draft_stats
 from app.model.figures import (
@@ -46,7 +47,6 @@ from ipc.messages import (
     Cfg,
     DeviceInfo,
     EngineState,
-    GpuRow,
     Heartbeat,
     KnobValue,
     LogLine,
@@ -91,7 +91,7 @@ class SessionModel:
         self.model: ModelInfo | None = None
         self.device: DeviceInfo | None = None
         self.blocks: BlockView | None = None
-        self.gpus: dict[str, GpuRow] = {}
+        self.cards = CardBook()
         self.attention = ""  # the backend that the newest step really ran
         self.attention_rev = -1  # the configuration that it ran with
         self.kernels = ""
@@ -146,8 +146,7 @@ class SessionModel:
         self.model = batch.model or self.model
         self.device = batch.device or self.device
         self.blocks = batch.blocks or self.blocks
-        for gpu in batch.gpu:
-            self.gpus[gpu.uuid] = gpu
+        self.cards.take(batch.gpu)
         self.logs.extend(batch.logs)
         self.log_total += len(batch.logs)
         self._take_steps(batch.steps, offset_ns)
@@ -160,6 +159,7 @@ class SessionModel:
         if batch.link.state is LinkState.DEAD:
             self._book.engine_ended()
             self._seats.engine_ended()
+            self.cards.clear()
         for event in batch.events:
             self._take_event(event, offset_ns)
         if batch.cfg is not None:
@@ -177,6 +177,7 @@ class SessionModel:
         self._holes.clear()
         self._kernels = KernelBook()
         self._configs.clear()
+        self.cards.clear()
         self.blocks = self.state = self.cfg = None
         if self._session_starts:
             self.gaps.append(Gap(self._last_end_s, now_s, "another engine process began"))

@@ -128,19 +128,22 @@ class BandwidthPanel(QWidget):
         self._fit_words()
 
     def _show_source(self) -> None:
-        device = self._session.device
-        gpus = list(self._session.gpus.values())
-        needs_none = device is None or device.kind == "cpu"
-        if gpus and not (needs_none and all(card.error for card in gpus)):
-            self.source.setText("\n".join(describe_gpu(row) for row in gpus))
-            self.summary_changed.emit(gpus[0].name)
+        device, cards = self._session.device, self._session.cards
+        on_card = device is not None and device.kind == "cuda"
+        row = cards.own(device if on_card else None)  # on a CPU: what else there is
+        if row is not None and (on_card or not row.error):
+            self.source.setText(describe_gpu(row))
+            self.summary_changed.emit(row.name)
             self.source.setToolTip("")
         elif device is None:
             self.source.setText("")
             self.summary_changed.emit("")
         elif device.kind == "cpu":
             self.source.setText(tr("No NVIDIA driver found: traffic is modelled."))
-            self.source.setToolTip(plain_tip("\n".join(card.error for card in gpus)))
+            self.source.setToolTip(plain_tip(tr_engine(row.error if row is not None else cards.trouble)))
+            self.summary_changed.emit(device.name)
+        elif cards.trouble:
+            self.source.setText(tr_engine(cards.trouble))
             self.summary_changed.emit(device.name)
         else:
             self.source.setText(tr("Waiting for the first reading of the driver (NVML)."))
@@ -157,7 +160,8 @@ def _pair(quantity: Quantity, share: float | None) -> str:
 def describe_gpu(row: GpuRow) -> str:
     """One card in one or two lines; what NVML does not tell is left out."""
     if row.error:
-        return tr("{name}: {why}").format(name=row.name, why=row.error) if row.name else row.error
+        why = tr_engine(row.error)
+        return tr("{name}: {why}").format(name=row.name, why=why) if row.name else why
     parts = []
     if row.dram_read_write_percent is not None:
         parts.append(tr("memory busy {share}").format(share=percent(row.dram_read_write_percent / 100)))
@@ -170,5 +174,5 @@ def describe_gpu(row: GpuRow) -> str:
     if row.temperature_c is not None:
         parts.append(f"{row.temperature_c:.0f} °C")
     if row.throttle:
-        parts.append(tr("throttled: {why}").format(why=row.throttle))
+        parts.append(tr("throttled: {why}").format(why=", ".join(map(tr_engine, row.throttle.split(", ")))))
     return " · ".join(parts)

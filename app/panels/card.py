@@ -132,9 +132,9 @@ class CardPanel(QWidget):
     def refresh_figures(self) -> None:
         """Write everything anew."""
         session = self._console.session
-        row = next((each for each in session.gpus.values() if each.uuid), None)
-        if row is None or (session.device is not None and session.device.kind != "cuda"):
-            self._show_none(next((each.error for each in session.gpus.values()), ""))
+        row = session.cards.own(session.device)
+        if row is None:
+            self._show_none(session.cards.trouble)
             return
         self._stack.setCurrentIndex(1)
         self.name.setText(row.name)

@@ -210,8 +210,8 @@ class MemoryPanel(QWidget):
         rss = heartbeat.rss_bytes if alive and heartbeat is not None else 0
         machine = device.memory_bytes if device is not None and not on_card else 0
         self.whole.show_fact("process", str(data(rss)) if rss else "", _of(machine))
-        card = next((g for g in session.gpus.values() if g.memory_used_bytes), None) if on_card else None
-        if card is None or not alive:
+        card = session.cards.own(device) if on_card else None
+        if card is None or not card.memory_used_bytes or not alive:
             self.whole.show_fact("card", "")
         else:
             self.whole.show_fact("card", str(data(card.memory_used_bytes)), _of(card.memory_total_bytes))

@@ -89,6 +89,41 @@ def test_without_a_card_the_reason_stands_there(window: MainWindow, link: FeedLi
     assert "no library" in window.card.empty.text.text()
 
 
+def test_the_card_that_computes_is_shown_among_several(window: MainWindow, link: FeedLink) -> None:
+    """D05: as the engine comes up, all cards are told of; then only its own, which is not the first."""
+    link.ready()
+    window.show_panel("card")
+    display = GpuRow(t_ns=1, uuid="GPU-aaaa", name="T4 (display)", utilization_percent=3.0)
+    idle = msgspec.structs.replace(CARD, uuid="GPU-bbbb", utilization_percent=3.0)
+    busy = msgspec.structs.replace(idle, utilization_percent=97.0, memory_used_bytes=5 << 30)
+    link.push(gpu=[display, idle])
+    link.push(state=b.state(model=b.MODEL, device=DEVICE), device=DEVICE, gpu=[display, idle])
+    device = msgspec.structs.replace(DEVICE, uuid="GPU-bbbb")
+    link.push(state=b.state(model=b.MODEL, device=device), device=device, gpu=[busy])
+    beat(window)
+    assert (window.card.name.text(), window.card.facts.value("busy")) == ("NVIDIA H200", "97\u00a0%")
+    window.show_panel("bandwidth")
+    beat(window)
+    assert "97" in window.bandwidth.source.text()
+    assert "T4" not in window.bandwidth.source.text()
+
+
+def test_a_driver_that_is_gone_takes_its_figures_with_it(window: MainWindow, link: FeedLink) -> None:
+    """D07: what was read before is not shown as what is."""
+    link.ready()
+    show(window, link, CARD)
+    why = "no NVIDIA driver or card found (Driver/library version mismatch)"
+    link.push(gpu=[GpuRow(t_ns=9, uuid="", name="", error=why)])
+    beat(window)
+    assert window.card._stack.currentIndex() == 0
+    assert "version mismatch" in window.card.empty.text.text()
+    window.show_panel("bandwidth")
+    beat(window)
+    assert window.bandwidth.source.text() == why
+    show(window, link, CARD)
+    assert window.card._stack.currentIndex() == 1
+
+
 def test_nothing_is_cut_in_the_smallest_window(window: MainWindow, link: FeedLink) -> None:
     """Every reading has its width; what does not fit in height is scrolled to."""
     link.ready()

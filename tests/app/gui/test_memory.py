@@ -78,9 +78,10 @@ def test_on_a_card_what_lies_on_the_host_is_apart(window: MainWindow, link: Feed
     link.ready()
     beat(window)
     card = GpuRow(t_ns=1, uuid="g", name="H", memory_used_bytes=38 << 30, memory_total_bytes=80 << 30)
-    device = msgspec.structs.replace(b.DEVICE, kind="cuda")
+    display = msgspec.structs.replace(card, uuid="d", memory_used_bytes=1 << 30)
+    device = msgspec.structs.replace(b.DEVICE, kind="cuda", uuid="g")
     kept = {"step_bytes": 3 << 30, "graph_budget_bytes": 1 << 30}
-    link.push(state=b.state(model=b.MODEL, device=device, **INT8, **kept), device=device, gpu=[card])
+    link.push(state=b.state(model=b.MODEL, device=device, **INT8, **kept), device=device, gpu=[display, card])
     beat(window)
     panel = window.memory
     assert plain(panel.whole.value("kept_free")) == "4.00 GiB"
