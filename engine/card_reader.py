@@ -42,6 +42,7 @@ CORRECTED, UNCORRECTED, VOLATILE = 0, 1, 0  # of nvmlDeviceGetTotalEccErrors: si
 RX, TX = 1, 0  # of nvmlDeviceGetPcieThroughput
 LINK_RX, LINK_TX = (139, 0xFFFFFFFF), (138, 0xFFFFFFFF)  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_..., all links
 KIB = 1024
+MAX_UNKNOWN = 256  # characters of why a reading is not there
 MAX_EVENTS = 16  # that are taken at one reading
 
 
@@ -111,7 +112,7 @@ class CardReader:
         self.process_bytes = sum(each for each in mine if each is not None)
         gpm = self._gpm.read()
         if self._gpm.off_reason:
-            unknown["gpm"] = self._gpm.off_reason
+            unknown["gpm"] = codec.clip(self._gpm.off_reason, MAX_UNKNOWN)
         pcie = self._pcie(gpm, ask)
         links = self._nvlink(gpm, ask)
         return self._row(
@@ -144,7 +145,7 @@ class CardReader:
     def _why(self, error: Exception) -> str:
         said = str(error) or type(error).__name__
         part = "a part of a card (MIG) does not tell it: " if self.card.is_part else ""
-        return codec.clip(part + said, 256)
+        return codec.clip(part + said, MAX_UNKNOWN)
 
     def _pcie(self, gpm: GpmReading, ask: Callable[..., Any]) -> tuple[float | None, float | None]:
         """Bytes a second to and from the card, by GPM where it is, else over the last 20 ms."""

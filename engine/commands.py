@@ -240,7 +240,7 @@ def _error(
     keys: dict[str, str] | None = None,
     retry_after_ms: int | None = None,
 ) -> m.Error:
-    reasons = {key[:128]: codec.clip(why, 1024) for key, why in (keys or {}).items()}
+    reasons = {key[:128]: codec.clip(why, m.MAX_REASON) for key, why in (keys or {}).items()}
     return m.Error(
         id=command_id, code=code, message=codec.clip(message), keys=reasons, retry_after_ms=retry_after_ms
     )

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ipc.messages import ApplyMode, KnobInfo, KnobValue
+from ipc import codec
+from ipc.messages import MAX_REASON, ApplyMode, KnobInfo, KnobValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +68,14 @@ class Knob:
 
     def unavailable(self, context: KnobContext) -> str:
         """Why the knob can only stay at its default here, or "" if it can be used."""
-        return context.reasons.get(self.id, "")
+        return codec.clip(context.reasons.get(self.id, ""))
 
     def refused_choices(self, context: KnobContext) -> dict[str, str]:
         """Choices that cannot run here and why."""
         if self.choice_reason is None:
             return {}
         reasons = {choice: self.choice_reason(choice, context) for choice in self.choices}
-        return {choice: reason for choice, reason in reasons.items() if reason}
+        return {choice: codec.clip(reason, MAX_REASON) for choice, reason in reasons.items() if reason}
 
     def why_not(self, value: object, context: KnobContext) -> str:
         """Why this value cannot be taken, or "" if it can. Says the value and what is allowed."""

@@ -35,7 +35,8 @@ Count = UInt
 
 Float = Annotated[float, Meta(ge=-1e18, le=1e18)]  # bounds refuse NaN and infinities too
 LogProb = Annotated[float, Meta(le=0.001)]  # minus infinity is a value, NaN is not
-Reason = Annotated[str, Meta(max_length=1024)]
+MAX_REASON = 1024  # characters
+Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 
 KnobValue = (
     bool

@@ -113,6 +113,19 @@ def test_a_knob_that_cannot_be_used_here_stays_off_with_the_reason() -> None:
     assert store.validate({"fused_norm": False, "fused_mlp": True}) == {}
 
 
+def test_reasons_of_any_length_pass_the_protocol() -> None:
+    """A library's error may be a page of text with escapes in it: the console must connect all the same."""
+    page = "\x1b[31m" + "no such symbol " * 400
+    context = KnobContext(
+        device="cuda", attention=("sdpa",), reasons={"fused_norm": page, "attention=flash_attn": page}
+    )
+    for knob in KNOBS:
+        info = knob.info(context)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=KnobInfo) == info
+    assert BY_ID["fused_norm"].info(context).reason.endswith("…")
+    assert BY_ID["attention"].info(context).choice_reasons["flash_attn"].startswith("no such symbol")
+
+
 def test_wrong_start_values_are_refused() -> None:
     with pytest.raises(PatchRefused, match="block_size"):
         KnobStore(KnobContext(), {"block_size": 0})

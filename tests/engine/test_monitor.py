@@ -240,6 +240,15 @@ def test_one_failing_call_costs_one_reading(driver: Driver, start: Callable[...,
     assert row.error == ""
 
 
+def test_a_long_error_of_the_driver_is_cut_to_what_a_message_holds(
+    driver: Driver, start: Callable[..., GpuMonitor]
+) -> None:
+    driver.faults = {"gpm": RuntimeError("x" * 5000), "power": RuntimeError("y" * 5000)}
+    row = _read(start(lambda: driver))[0]
+    assert row.unknown["gpm"].endswith("x…")
+    assert row.unknown["power"].endswith("y…")
+
+
 def test_no_library_is_a_state_with_a_reason_and_is_tried_again(
     driver: Driver, start: Callable[..., GpuMonitor]
 ) -> None:
