@@ -15,6 +15,7 @@ import torch
 from engine import out_of_memory
 from engine.attention.base import pool_limits
 from engine.availability import available, preferred
+from engine.compiling import compile_kernels
 from engine.config import ConfigError, EngineConfig
 from engine.hardware import DeviceError, choose_device, describe
 from engine.knob import KnobContext
@@ -84,6 +85,9 @@ def bring_up(
     progress("allocating the KV pool", 0, 0)
     core = EngineCore(loaded, config, knobs, sink, device_info=info, consume=True, progress=progress)
     # Requests do not wait for the compiler: what it makes of a kernel is kept, in TRITON_CACHE_DIR.
+    compile_kernels(
+        core.runner, lambda done, total: progress(f"compiling kernels: {done + 1} of {total}", 0, 0)
+    )
     core.runner.warm_up(
         int(knobs["max_num_seqs"] or 1),
         lambda done, total: progress(f"compiling the kernels of graphs: shape {done + 1} of {total}", 0, 0),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from engine.attention_choice import resolve
+from engine.compiling import compile_kernels
 from engine.door import RequestRefused, check_fit
 from engine.identity import kv_identity
 from engine.knob_store import PatchRefused, Proposal
@@ -168,6 +169,7 @@ def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
     except NoRoom as error:
         raise PatchRefused("oom", str(error)) from None
     _check_drafts(core, new, layout)
+    pool = core.runner.kv
     try:
         _apply(core, new, layout, now_ns, rebuild=rebuild)
     except (MemoryError, RuntimeError, ValueError) as error:
@@ -181,6 +183,11 @@ def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
                 f"the change could neither be applied nor undone: {text_of(error)}; then {text_of(worse)}"
             ) from worse
         raise
+    if core.runner.kv is not pool:  # a pool with blocks of another kind is read by other kernels
+        compile_kernels(
+            core.runner,
+            lambda done, total: core.pulse.progress(f"compiling kernels: {done + 1} of {total}", 0, 0),
+        )
 
 
 def _wanted(core: EngineCore, values: Mapping[str, KnobValue]) -> Layout:

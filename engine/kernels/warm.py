@@ -52,15 +52,18 @@ def warm(
     *,
     block: int,
     vocab_size: int,
+    told: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
     """Launch all that steps of this decoder may launch, on the calling thread's stream.
 
     spec: with the windows that are in force. block: one of the pool that belongs to nobody, which is written
-    to. Returns the seconds that each part took, by what it was. RuntimeError, naming the kernel, if one
-    cannot be launched here.
+    to. ``told`` hears how many parts were launched, and of how many. Returns the seconds that each part took,
+    by what it was. RuntimeError, naming the kernel, if one cannot be launched here.
     """
     took: dict[str, float] = {}
-    for name, run in _parts(decoder, attention, kv, spec, fused, block, vocab_size):
+    parts = list(_parts(decoder, attention, kv, spec, fused, block, vocab_size))
+    for done, (name, run) in enumerate(parts):
+        told(done, len(parts))
         started = time.perf_counter()
         with torch.inference_mode():
             run()
