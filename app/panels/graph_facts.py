@@ -19,6 +19,7 @@ REASONS = {
     "large": N_("too many rows or drafted tokens"),
     "long": N_("context longer than the tables"),
     "budget": N_("memory for graphs used up"),
+    "memory": N_("no memory to capture them"),
     "failed": N_("could not be captured"),
     "forward_timing": N_("“Split the forward pass” is on"),
     "attention": N_("attention other than paged"),

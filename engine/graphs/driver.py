@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -49,20 +50,10 @@ class Driver(Protocol):
         """Run ``body``, so that everything it launches is loaded, and then capture what it launches.
 
         All memory that it takes belongs to the graph. RuntimeError if something in it cannot be captured, or
-        if the device is lost (see `is_device_lost`); the current stream is the same as before all the same.
+        memory runs out, or the device is lost (see `engine.out_of_memory.kind_of`); but for the last, what
+        was captured before stays good and the next capture begins anew.
         """
         ...
-
-
-CAPTURE_ERRORS = range(900, 909)
-"""Of CUDA, for what cannot be captured: cudaErrorStreamCaptureUnsupported to ...CaptureWrongThread."""
-
-
-def is_device_lost(error: RuntimeError) -> bool:
-    """Whether an error that capturing ended with is one of the device, not of what was to be captured."""
-    return isinstance(error, torch.AcceleratorError) and (
-        getattr(error, "error_code", None) not in CAPTURE_ERRORS
-    )
 
 
 def probe(device: torch.device) -> str | None:
@@ -78,8 +69,23 @@ def make_driver(device: torch.device) -> Driver:
 class _CudaDriver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # untyped in torch
         self._pool = torch.cuda.graph_pool_handle()
+
+    def _begin_anew(self) -> None:
+        """After a capture that could not be ended, whose stream goes on capturing.
+
+        torch leaves its pool recording then: every later capture into it would fail, and the allocator would
+        give no unused memory back to the device. Source: torch's CUDAGraph.cpp, `capture_end`.
+        """
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        with contextlib.suppress(RuntimeError):  # which says that it does not record: it was ended
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+        self._begin()
 
     def host(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int64, pin_memory=True)
@@ -109,8 +115,10 @@ class _CudaDriver:
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 body()
-        finally:
+        except BaseException:
             torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own stream current
+            self._begin_anew()
+            raise
         return _CudaGraph(graph, torch.cuda.memory_reserved(self._device) - before)
 
 

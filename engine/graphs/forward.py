@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
@@ -16,15 +17,17 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionPlan, Ints, Rows
 from engine.batch import Batch
 from engine.graphs.choosing import GraphChooser, awaited
-from engine.graphs.driver import Arrival, Captured, Driver, is_device_lost
+from engine.graphs.driver import Arrival, Captured, Driver
 from engine.graphs.shapes import ROWS, GraphShape, Kind, shape_of
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
+from engine.out_of_memory import kind_of, recover, text_of
 from engine.sampling import FusedSampling
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 30.0  # after which capturing is tried again where memory ran out
 NO_SLOT = -1  # of a token that only fills a shape up: its keys and values are written nowhere
 
 
@@ -128,6 +131,7 @@ class GraphedForward:
         self._logits = torch.empty(0, spec.vocab_size, device=kv.device)
         self._most_tokens = 0  # of a captured shape
         self._refused: dict[GraphShape, str] = {}
+        self._short_until_s = 0.0  # nothing is captured before, for there was no memory
         self.nbytes = 0
         """Bytes of device memory that graphs and their static memory took. Any thread may read it."""
 
@@ -159,8 +163,11 @@ class GraphedForward:
             kind, outside = self._chooser.kind_of(batch, shape.tokens)
             shape = replace(shape, kind=kind)
         why = self._refused.get(shape)
-        if why is None and shape not in self._entries and not self._fits(shape):
-            why = "budget"
+        if why is None and shape not in self._entries:
+            if time.monotonic() < self._short_until_s:
+                why = "memory"
+            elif not self._fits(shape):
+                why = "budget"
         return GraphStep(self, shape, outside) if why is None else why
 
     def logits(self, batch: Batch, step: GraphStep, begins: Callable[[], None]) -> Tensor | None:
@@ -191,7 +198,7 @@ class GraphedForward:
     def _replay(self, batch: Batch, shape: GraphShape, begins: Callable[[], None]) -> _Entry | None:
         entry = self._entries.get(shape) or self._capture(shape)
         if entry is None:
-            self.counts.misses[self._refused[shape]] += 1
+            self.counts.misses[self._refused.get(shape, "memory")] += 1
             return None
         assert entry.captured is not None
         entry.turn = (entry.turn + 1) % BUFFERS
@@ -235,7 +242,7 @@ class GraphedForward:
             try:
                 self._body(*self._entry(shape))()
             except RuntimeError as error:
-                if is_device_lost(error):
+                if kind_of(error) == "lost":
                     raise
                 log.exception("steps of %s could not be run before they are captured", shape)
 
@@ -256,14 +263,20 @@ class GraphedForward:
         return entry, rows
 
     def _capture(self, shape: GraphShape) -> _Entry | None:
-        entry, rows = self._entry(shape)
         try:
+            entry, rows = self._entry(shape)
             entry.captured = self._driver.capture(self._body(entry, rows))
-        except RuntimeError as error:
-            if is_device_lost(error):
+        except (RuntimeError, MemoryError) as error:
+            kind = kind_of(error)
+            if kind == "lost":
                 raise
-            log.exception("steps of %s cannot be captured in a CUDA graph and run without", shape)
-            self._refused[shape] = "failed"
+            if kind == "own":
+                log.exception("steps of %s cannot be captured in a CUDA graph and run without", shape)
+                self._refused[shape] = "failed"
+                return None
+            log.warning("no memory to capture steps of %s, they run without: %s", shape, text_of(error))
+            recover(error, self._kv.device)  # for the step itself, that runs now
+            self._short_until_s = time.monotonic() + RETRY_S
             return None
         self._entries[shape] = entry
         self.nbytes += entry.captured.nbytes + entry.device.nbytes + entry.chosen.nbytes

@@ -59,7 +59,7 @@ class FakeDriver:
     """
 
     def __init__(self, *, fails: RuntimeError | None = None, lazy: bool = False) -> None:
-        self.captures = 0
+        self.captures = self.tried = 0
         self.fails = fails
         self.lazy = lazy
         self.awaited = self.most_awaited = 0  # fetched, and not waited for: now, and at most
@@ -103,6 +103,7 @@ class FakeDriver:
                 self._queue.popleft()()
 
     def capture(self, body: Callable[[], None]) -> Graph:
+        self.tried += 1
         self.drain()
         body()
         if self.fails is not None:

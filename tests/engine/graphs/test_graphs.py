@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.graphs import driver as edge
 from engine.graphs import switch
+from engine.graphs.forward import RETRY_S
 from engine.graphs.shapes import QUERIES, ROWS, GraphShape, shape_of
 from engine.ops.plain import PLAIN
 from engine.runner import ModelRunner
@@ -325,3 +327,42 @@ class Steps:
         self.num_new = torch.ones(rows, dtype=torch.int64).numpy()
         self.num_new[0] = queries
         self.tables = torch.zeros(rows, width).numpy()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), capture_error(2)])
+def test_where_memory_runs_out_it_is_tried_again_later(
+    error: RuntimeError, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A12: the steps themselves run, are counted by that reason, and nothing is tried at each of them."""
+    now = [100.0]
+    monkeypatch.setattr("engine.graphs.forward.time.monotonic", lambda: now[0])
+    fake.fails = error
+    expected = expected_of("llama")
+    engine = engine_with_graphs()
+    rid = engine.submit(expected.prompts[3], Sampling(max_tokens=6, ignore_eos=True))
+    engine.run()
+    assert engine.ids(rid) == expected.ids[3][:6]
+    counts = engine.core.runner.graphs.counts
+    assert counts.misses["memory"] == 6
+    assert fake.tried == 1
+    fake.fails = None
+    now[0] += RETRY_S
+    rid = engine.submit(expected.prompts[3], Sampling(max_tokens=6, ignore_eos=True))
+    engine.run()
+    assert engine.ids(rid) == expected.ids[3][:6]
+    assert counts.hits > 0
+
+
+def test_no_pinned_memory_for_a_shape_is_no_end_of_its_requests(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def host(words: int) -> Tensor:
+        raise capture_error(2)
+
+    monkeypatch.setattr(fake, "host", host)
+    expected = expected_of("llama")
+    engine = engine_with_graphs()
+    rid = engine.submit(expected.prompts[3], Sampling(max_tokens=6, ignore_eos=True))
+    engine.run()
+    assert engine.ids(rid) == expected.ids[3][:6]
+    assert engine.core.runner.graphs.counts.misses["memory"] == 6
