@@ -66,6 +66,19 @@ def make_driver(device: torch.device) -> Driver:
     return _CudaDriver(device)
 
 
+def stop_recording(device: torch.device, pool: tuple[int, int]) -> None:
+    """Let a pool of memory go after a capture into it that failed.
+
+    Where it could not be ended, torch leaves the pool recording: every later capture into it would fail, and
+    the allocator would give no unused memory back to the device. Source: torch's CUDAGraph.cpp,
+    `capture_end`.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(RuntimeError):  # which says that it does not record: it was ended
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+
+
 class _CudaDriver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,18 +87,6 @@ class _CudaDriver:
     def _begin(self) -> None:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # untyped in torch
         self._pool = torch.cuda.graph_pool_handle()
-
-    def _begin_anew(self) -> None:
-        """After a capture that could not be ended, whose stream goes on capturing.
-
-        torch leaves its pool recording then: every later capture into it would fail, and the allocator would
-        give no unused memory back to the device. Source: torch's CUDAGraph.cpp, `capture_end`.
-        """
-        index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        with contextlib.suppress(RuntimeError):  # which says that it does not record: it was ended
-            torch._C._cuda_endAllocateToPool(index, self._pool)
-            torch._C._cuda_releasePool(index, self._pool)
-        self._begin()
 
     def host(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int64, pin_memory=True)
@@ -117,7 +118,8 @@ class _CudaDriver:
                 body()
         except BaseException:
             torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own stream current
-            self._begin_anew()
+            stop_recording(self._device, self._pool)
+            self._begin()  # the stream goes on capturing
             raise
         return _CudaGraph(graph, torch.cuda.memory_reserved(self._device) - before)
 

@@ -54,7 +54,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
             return (other.at_s - self.at_s) * 1e3
 
     @contextlib.contextmanager
-    def capture(graph: Graph, stream: Any = None) -> Iterator[None]:
+    def capture(graph: Graph, pool: Any, stream: Any) -> Iterator[None]:
         made.capturing, made.nodes = True, 0
         yield
         made.capturing = False
@@ -68,6 +68,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         "set_stream": lambda stream: None,
         "synchronize": lambda device=None: None,
         "CUDAGraph": Graph,
+        "graph_pool_handle": lambda: (0, 1),
         "graph": capture,
         "Event": Event,
         "empty_cache": lambda: None,

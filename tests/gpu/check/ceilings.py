@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ def run(context: Context) -> dict[str, Any]:
     """Bytes, operations and seconds. What a device does not have is None, and ``missing`` says why."""
     timer, settings, device = context.timer, context.settings, context.device
     found = context.begin(missing={})
-    found["copy_bytes_per_s"], found["read_bytes_per_s"] = _memory(timer, settings.buffer_bytes, device)
+    found["copy_bytes_per_s"] = _copy(timer, settings.buffer_bytes, device)
+    found["readers"] = _readers(timer, settings.buffer_bytes, device)
+    # Whatever reads fastest is nearest to what can be read; a copy reads half of what it moves.
+    found["read_bytes_per_s"] = max(*found["readers"].values(), found["copy_bytes_per_s"])
     timer.free()
     found["bf16_flops_per_s"] = _bf16(timer, settings.product, device)
     try:
@@ -29,13 +33,24 @@ def run(context: Context) -> dict[str, Any]:
     return found
 
 
-def _memory(timer: Timer, nbytes: int, device: torch.device) -> tuple[float, float]:
-    """Bytes a second of a copy, read and written, and of reading alone."""
+def _copy(timer: Timer, nbytes: int, device: torch.device) -> float:
+    """Bytes a second of a copy, read and written."""
     source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    rows = source.view(-1, 1 << 12)  # a maximum over the last dimension streams
-    copy = 2 * source.nbytes / timer.kernel_s([lambda: target.copy_(source)])
-    return copy, source.nbytes / timer.kernel_s([lambda: rows.amax(dim=-1)])
+    return 2 * source.nbytes / timer.kernel_s([lambda: target.copy_(source)])
+
+
+def _readers(timer: Timer, nbytes: int, device: torch.device) -> dict[str, float]:
+    """Bytes a second of what reads much and writes next to nothing, by its name."""
+    rows = torch.ones(nbytes // 4, dtype=torch.float32, device=device).view(-1, 1 << 12)
+    wide = torch.ones(nbytes // 2, dtype=torch.bfloat16, device=device).view(-1, 1 << 12)
+    one = torch.ones(1, 1 << 12, dtype=torch.bfloat16, device=device)
+    work: dict[str, Callable[[], object]] = {
+        "amax": lambda: rows.amax(dim=-1),
+        "sum": lambda: rows.sum(dim=-1),
+        "product of one row": lambda: F.linear(one, wide),
+    }
+    return {name: rows.nbytes / timer.kernel_s([run]) for name, run in work.items()}
 
 
 def _bf16(timer: Timer, n: int, device: torch.device) -> float:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from engine.graphs.driver import stop_recording
+
 Work = Callable[[], object]
 MIN_NODES = 24  # launches of a graph that is timed
 
@@ -62,11 +64,14 @@ class Timer:
                 each()
         self.synchronize()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        pool = torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph, stream=stream):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 work()
-        finally:  # a capture that fails leaves its own stream behind
+        except BaseException:  # a capture that cannot be ended leaves its own stream behind
             torch.cuda.set_stream(current)
+            stop_recording(self.device, pool)
+            raise
         return graph
 
     def events_s(self, work: Work) -> float:
