@@ -30,8 +30,14 @@ def available_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory in bytes that an allocation on the device could take now."""
+    """Memory in bytes that an allocation on the device could take now.
+
+    torch keeps what was freed, gigabytes after a long prompt, and gives it back when an allocation would
+    fail otherwise. So it is given back here first: counting it would count what the memory of graphs and
+    blocks in use hold too, which nothing else can have. It costs the steps that follow some allocations.
+    """
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
     return available_bytes()
 

@@ -12,7 +12,9 @@ GIB = 1 << 30
 
 @dataclass
 class FakeCard:
-    """Bytes as `torch.cuda` tells them. ``peak``: the most that was reserved."""
+    """Bytes as `torch.cuda` tells them. ``peak``: the most that was reserved. ``kept``: what is reserved and
+    not in use, and cannot be given back.
+    """
 
     total: int = 80 * GIB
     free: int = 50 * GIB
@@ -20,6 +22,7 @@ class FakeCard:
     allocated: int = 18 * GIB
     peak: int = 20 * GIB
     emptied: int = 0
+    kept: int = 2 * GIB
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, answer in {
@@ -40,6 +43,8 @@ class FakeCard:
 
     def _empty(self) -> None:
         self.emptied += 1
+        self.free += max(0, self.reserved - self.allocated - self.kept)
+        self.reserved = min(self.reserved, self.allocated + self.kept)
 
 
 @pytest.fixture

@@ -5,8 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import pytest
+import torch
 
-from engine.memory import available_bytes
+from engine.layout import Layout, NoRoom, check_room
+from engine.memory import available_bytes, free_bytes
+from tests.engine.fake_card import GIB, FakeCard, card
+
+__all__ = ["card"]
 
 
 def test_a_limit_below_the_machines_memory_counts(tmp_path: Path) -> None:
@@ -30,3 +36,14 @@ def test_without_a_limit_it_is_the_machines_memory(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("100\n")
     assert 1 << 20 < available_bytes(tmp_path) <= total
+
+
+def test_what_torch_keeps_and_does_not_use_is_not_taken(card: FakeCard) -> None:
+    """After a long prompt most of what torch holds may be unused: the pool may grow by it."""
+    device = torch.device("cuda", 0)
+    card.free, card.reserved, card.allocated, card.kept = GIB, 70 * GIB, 60 * GIB, 2 * GIB
+    now = Layout(1, 16, "model", 0, GIB, 0, 0)
+    check_room(device, now, Layout(9, 16, "model", 0, GIB, 0, 0))
+    assert free_bytes(device) == 9 * GIB, "but not what is held for graphs"
+    with pytest.raises(NoRoom, match=r"the pool would take 11\.00 GiB, 10\.00 GiB can be had"):
+        check_room(device, now, Layout(11, 16, "model", 0, GIB, 0, 0))
