@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import engine
 from app import i18n
 from engine.knobs import KNOBS
 
 APP = Path(i18n.__file__).parent
+ENGINE = Path(engine.__file__).parent
 CATALOGUE = i18n.Catalogue("zh_CN")
 HOLES = re.compile(r"\{(\w+)\}")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
@@ -79,6 +81,66 @@ def test_a_text_of_the_engine_is_matched_with_what_it_holds() -> None:
     assert i18n.tr_engine("something nobody foresaw") == "something nobody foresaw"
 
 
+TOLD = {"CannotMap", "DeviceError", "MemoryError", "NoRoom"}
+"""Errors of the engine whose text the console shows as it is, with advice."""
+TOLD_BY = {"varlen_rows.py", "varlen.py", "availability.py", "attention_choice.py", "cards.py", "hardware.py",
+           "driver.py", "gpm.py"}  # fmt: skip
+"""Where functions return why something cannot be used here."""
+
+
+def sample(node: ast.AST) -> str | None:
+    """A text of the engine with 7 for everything that it holds; None for what is no text."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if not isinstance(node, ast.JoinedStr):
+        return None
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "7" for part in node.values)
+
+
+def told_texts() -> dict[str, str]:
+    """Texts of errors in `TOLD`, and sentences that functions of `TOLD_BY` return, with where they stand."""
+    found: dict[str, str] = {}
+    for path in sorted(ENGINE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            told: ast.AST | None = None
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in TOLD:
+                told = node.args[0] if node.args else None
+            elif isinstance(node, ast.Return) and path.name in TOLD_BY:
+                told = node.value
+            text = None if told is None else sample(told)
+            if text is not None and " " in text.replace("7", ""):
+                found[text] = f"{path.relative_to(ENGINE)}:{getattr(node, 'lineno', 0)}"
+    return found
+
+
+def test_what_the_engine_says_of_memory_and_devices_is_translated() -> None:
+    texts = told_texts()
+    assert len(texts) > 20
+    assert not {text: at for text, at in texts.items() if not CHINESE.search(CATALOGUE.foreign(text))}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "out of device memory: 2.00 GiB were asked for, {figures}",
+        "out of device memory: {figures}",
+        "out of device memory: CUDA error: out of memory; {figures}",
+        "no memory for a KV pool of 10 blocks of 16 tokens (1.00 GiB on cuda:0): 1.00 GiB are needed, "
+        "{figures}; ask for fewer blocks",
+        "out of memory while loading: no memory for pinned staging memory: 0.02 GiB are needed, 0.01 GiB can "
+        "be had on this machine; free host memory, or allow more of it to be locked (ulimit -l)",
+    ],
+)
+def test_shortages_of_memory_are_translated_to_the_end(text: str) -> None:
+    figures = (
+        "1.00 GiB of the card's 141.00 GiB are free; torch holds 130.00 GiB, of which 129.00 GiB are in use"
+    )
+    shown = CATALOGUE.foreign(text.format(figures=figures))
+    left = re.sub(r"GiB|KV|torch|cuda:0|CUDA error: out of memory|ulimit -l", "", shown)
+    assert not re.search(r"[a-z]{2,}", left), shown
+    assert ("141.00 GiB" in shown) == ("{figures}" in text)
+
+
 def test_unknown_languages_are_refused_and_locales_are_picked() -> None:
     with pytest.raises(ValueError, match="klingon"):
         i18n.Catalogue("klingon")
@@ -88,3 +150,14 @@ def test_unknown_languages_are_refused_and_locales_are_picked() -> None:
         "en",
         "en",
     ]
+
+
+def test_one_word_is_used_for_one_thing() -> None:
+    """词元 for tokens, 算子 for kernels and CUDA 图 for CUDA graphs, but in names of knobs and switches. The
+    kernel that ends a process is the operating system's.
+    """
+    shown = [*CATALOGUE.texts.values(), *CATALOGUE.templates.values()]
+    shown += [text for knob in CATALOGUE.knobs.values() for text in knob]
+    for text in shown:
+        words = re.sub(r"\{\w+\}|\w+_\w+", "", text)
+        assert not re.search(r"内核(?!在此期间)|(?<![a-zA-Z])(tokens?|graphs?)(?![a-zA-Z])", words), text
