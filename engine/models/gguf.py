@@ -1,6 +1,7 @@
 """Models from GGUF files: llama (Llama and Mistral), qwen2 and qwen3.
 
-Quantized tensors are expanded by ``gguf.dequantize`` in parts. llama.cpp's
+Quantized tensors are expanded on the host by ``gguf.dequantize``, in parts that go on to the device through
+staging memory while the next is expanded. llama.cpp's
 converter reorders the q and k rows of the llama architecture, since it rotates neighbouring elements where
 Hugging Face rotates halves; the rows are put back here, for that architecture only.
 """
@@ -264,27 +265,28 @@ def _read(
             if tensor.kind in PLAIN:
                 staging.read(data, PLAIN[tensor.kind], target, meter)
             else:
-                _read_quantized(data, tensor.kind, target, meter)
+                _read_quantized(data, tensor.kind, target, staging, meter)
             if spec.architecture == "llama":
                 target = _hf_rows(name, target, spec)
             weights[name] = target
     return weights
 
 
-def _read_quantized(data: BinaryIO, kind: int, target: torch.Tensor, meter: Meter) -> None:
+def _read_quantized(data: BinaryIO, kind: int, target: torch.Tensor, staging: Staging, meter: Meter) -> None:
     import gguf
 
     quant = gguf.GGMLQuantizationType(kind)
     block, block_bytes = gguf.GGML_QUANT_SIZES[quant]
     flat = target.view(-1)
     per_part = PART_ELEMENTS // block * block
-    staging = torch.empty(min(per_part, flat.numel()) // block * block_bytes, dtype=torch.uint8)
+    codes = torch.empty(min(per_part, flat.numel()) // block * block_bytes, dtype=torch.uint8)
     for start in range(0, flat.numel(), per_part):
         part = flat[start : start + per_part]
-        packed = staging[: part.numel() // block * block_bytes]
+        packed = codes[: part.numel() // block * block_bytes]
         read_exactly(data, packed)
         # As one long row: the package loops in Python over every sixteen rows.
-        part.copy_(torch.from_numpy(gguf.dequantize(packed.numpy().reshape(1, -1), quant)).view(-1))
+        expanded = gguf.dequantize(packed.numpy().reshape(1, -1), quant)
+        staging.put(torch.from_numpy(expanded).view(-1), part)
         meter.add(packed.numel())
 
 

@@ -106,13 +106,31 @@ class Staging:
                 self._pass_on(file, source, part, count)
             meter.add(count)
 
+    def put(self, values: Tensor, target: Tensor) -> None:
+        """Write values of host memory to ``target``, both [n], converting as needed."""
+        if self._lane is None:
+            target.copy_(values)
+            return
+        per_part = STAGING_BYTES // target.dtype.itemsize
+        for start in range(0, target.numel(), per_part):
+            part = target[start : start + per_part]
+            i = self._free()
+            buffer = self._buffers[i][: part.nbytes].view(target.dtype)
+            buffer.copy_(values[start : start + per_part])
+            self._begun[i] = self._lane.send(buffer, part)
+
     def _pass_on(self, file: BinaryIO, source: torch.dtype, part: Tensor, count: int) -> None:
         assert self._lane is not None
-        i, self._turn = self._turn, 1 - self._turn
-        self._wait(i)
+        i = self._free()
         buffer = self._buffers[i][:count]
         read_exactly(file, buffer)
         self._begun[i] = self._lane.send(buffer.view(source), part)
+
+    def _free(self) -> int:
+        """Which of the buffers may be written to: the one that was used less lately, once it was copied."""
+        i, self._turn = self._turn, 1 - self._turn
+        self._wait(i)
+        return i
 
     def _wait(self, i: int) -> None:
         begun, self._begun[i] = self._begun[i], None

@@ -18,10 +18,12 @@ from engine.models.loader import load_model
 from engine.models.reading import Meter
 from engine.models.staging import Staging
 from tests import tiny_models
-from tests.engine.models.gguf_files import convert
+from tests.engine.models.gguf_files import Quant, convert
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
+# Every row has whole blocks of 32.
+WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
 
 
 class LateLane:
@@ -61,14 +63,17 @@ def load(path: Path, dtype: torch.dtype | None = None) -> LoadedModel:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("form", ["folder", "gguf"])
+@pytest.mark.parametrize("form", ["folder", "gguf", "quantized gguf"])
 def test_a_buffer_is_only_filled_again_once_it_was_copied(
     tmp_path: Path, form: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_models.build(tmp_path / "m", shards=2)
-    if form == "gguf":
+    if form != "folder":
         # Of an architecture whose rows stay as they are: what follows a copy on a card comes after it there.
-        path = convert(tiny_models.build(tmp_path / "one", "qwen2"), tmp_path / "m.gguf")
+        quant = Quant.Q8_0 if form == "quantized gguf" else Quant.F32
+        path = convert(
+            tiny_models.build(tmp_path / "one", "qwen2", head_dim=32, **WIDE), tmp_path / "m.gguf", quant
+        )
     expected = load(path, dtype).weights
     lane = LateLane()
     monkeypatch.setattr(staging, "lane_to", lambda device: lane)
