@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.text import Tokenizer
 
 MAX_TOKENS = 1024
-BLOCK_MULTIPLE = 256  # so that every attention can read the one block that the text takes
+BLOCK_MULTIPLE = {"cuda": 256}  # so that every attention there can read the one block that the text takes
 
 TEXT = """\
 The ferry left the harbour at ten past six, when the fog had just begun to lift from the water. On \
@@ -99,7 +99,8 @@ def read_text(
     the last one. MemoryError if there is no room for the text's keys and values.
     """
     length = len(ids)
-    size = -(-length // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
+    multiple = BLOCK_MULTIPLE.get(decoder.device.type, 1)
+    size = -(-length // multiple) * multiple
     kv = KVCache.allocate(
         decoder.spec, num_blocks=1, block_size=size, dtype=decoder.dtype, device=decoder.device
     )

@@ -242,6 +242,11 @@ def test_every_form_that_weights_are_held_in_is_counted(
         first, second = next((a, b) for a in forms for b in forms if a.layout != b.layout)
         return PrecisionChoice((1, 2), (first, second), kind)
 
+    def one(kind: Kind, samples: Sequence[QuantizedWeight], *args: Any, **_: Any) -> PrecisionChoice:
+        return PrecisionChoice((1,), twice(kind, samples).forms[:1], kind)
+
+    monkeypatch.setattr("engine.models.linears.choose", lambda *_, **__: Choice((1,), both().forms[:1]))
+    monkeypatch.setattr("engine.models.linears.choose_precision", one)
     once = drafting(model, kind, spec_self_dtype="int4").core.drafts.weight_bytes
     monkeypatch.setattr("engine.models.linears.choose", both)
     monkeypatch.setattr("engine.models.linears.choose_precision", twice)
