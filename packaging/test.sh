@@ -31,5 +31,5 @@ step() {
 step "ruff" "$PYTHON" -m ruff check .
 step "ruff format" "$PYTHON" -m ruff format --check .
 step "mypy" "$PYTHON" -m mypy
-step "pytest" "$PYTHON" -m pytest "$@"
+step "pytest" "$PYTHON" -m pytest -n 2 --dist loadfile "$@"
 exit "$status"

@@ -105,7 +105,7 @@ def engine_for(expected: Expected, row: dict[str, Any], **knobs: Any) -> Engine:
         speculation={"fixed": "ngram", "adaptive": "ngram"}.get(row["speculation"], row["speculation"]),
         spec_self_dtype="int8",
         spec_adaptive=row["speculation"] == "adaptive",
-        **{name: row[name] for name in plain},
+        **{name: row[name] for name in plain if name in row},
         **knobs,
     )
 
@@ -172,7 +172,7 @@ def happened(engine: Engine, row: dict[str, Any], last: Sequence[int], others: S
     fused = {"fused_norm": "norm", "fused_rope_kv": "rope_kv", "fused_mlp": "mlp"}
     for step in steps:
         assert {knob for knob, part in fused.items() if f",{part}=native" in step.kernels} == {
-            knob for knob in fused if row[knob]
+            knob for knob in fused if row.get(knob)
         }
 
 

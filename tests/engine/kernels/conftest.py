@@ -7,7 +7,6 @@ tests are not collected, and test_availability.py says so.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ import torch
 SWITCH = "TRITON_INTERPRET"
 HAS_TRITON = find_spec("triton") is not None
 ON_GPU = torch.cuda.is_available()
-COMPILED = pytest.StashKey[list[dict[str, Any]]]()
-"""What kernels became, as `tests.engine.kernels.aot.Compiled`, once they were compiled."""
 
 collect_ignore_glob: list[str] = []
 if not HAS_TRITON:
@@ -35,13 +32,3 @@ def _interpreting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first launch imports more of triton, which must find the switch as the rest found it."""
     if HAS_TRITON and not ON_GPU:
         monkeypatch.setenv(SWITCH, "1")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print registers, shared memory and instructions of all kernels that were compiled."""
-    rows = config.stash.get(COMPILED, [])
-    if rows:
-        from tests.engine.kernels.aot import Compiled, table
-
-        terminalreporter.section("kernels, compiled")
-        terminalreporter.write_line(table([Compiled(**row) for row in rows]))

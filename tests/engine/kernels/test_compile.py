@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.kernels.conftest import COMPILED, SWITCH
+from tests.conftest import COMPILED
+from tests.engine.kernels.conftest import SWITCH
 from tests.engine.kernels.launches import Case, launches
 from tests.engine.kernels.support import ALL_SHAPES
 

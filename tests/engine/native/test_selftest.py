@@ -82,8 +82,8 @@ def test_an_engine_starts_with_the_kernels_that_there_are(
     config = EngineConfig(model=tiny_folder("llama"), device="cpu", knobs={"kv_pool_gib": 0.001})
     core, knobs, _ = bring_up(config, lambda _: None, lambda stage, *_: stages.append(stage), lambda _: None)
     assert "compiling kernels for this CPU" in stages
-    assert knobs["attention"] == ("paged" if compiled else "sdpa")
     assert [knobs[knob] for knob in choice.FUSED] == [compiled] * 3
     reason = {info.id: info.reason for info in knobs.infos()}["fused_norm"]
     assert reason == ("" if compiled else "there is no C++ compiler")
-    assert core.runner.attention_name == knobs["attention"]
+    assert knobs["attention"] == "auto"
+    assert core.runner.attention_name == ("paged" if compiled else "sdpa")
