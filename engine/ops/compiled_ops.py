@@ -95,6 +95,9 @@ class CompiledParts:
         Raises RuntimeError with what torch says if a part cannot be compiled.
         """
         log.info("compiling parts of the decoder, which takes up to some minutes")
+        from torch._inductor import config  # takes long to import, and few need it
+
+        config.compile_threads = 1  # or torch starts processes, which would stay beside the engine
         started = time.perf_counter()
         with torch.inference_mode():
             for rows in _ROWS:

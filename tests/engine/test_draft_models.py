@@ -25,7 +25,7 @@ from engine.knob import KnobContext
 from engine.knob_store import KnobStore, PatchRefused
 from engine.knobs import BY_ID
 from engine.kv_cache import KVCache
-from engine.layers.linear import Choice, Form, candidates
+from engine.layers.linear import Choice, Form, candidates, plain_choice
 from engine.layers.precision import Kind, PrecisionChoice, QuantizedWeight, precision_forms
 from engine.lifetime import ExitCode
 from engine.loop import EngineCore
@@ -204,6 +204,13 @@ def test_what_memory_cannot_hold_is_refused_with_numbers(
     model: LoadedModel, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is given up, and at start."""
+
+    def first(kind: Kind, *_: Any, **__: Any) -> PrecisionChoice:
+        return PrecisionChoice((1,), (precision_forms(kind, CPU)[0],), kind)
+
+    # What is measured may choose one form or two, another time than this.
+    monkeypatch.setattr("engine.models.linears.choose", lambda *_, **__: plain_choice(torch.float32))
+    monkeypatch.setattr("engine.models.linears.choose_precision", first)
     engine = drafting(model, "ngram")
     assert change(engine, speculation=kind) == ""
     drafts, size = engine.core.drafts, draft_models._size

@@ -25,6 +25,7 @@ def compiled(
 ) -> dict[tuple[str, int], dict[str, object]]:
     """What each case became, by name and architecture. Compiled in a process that does not interpret."""
     env = {key: value for key, value in os.environ.items() if key != SWITCH}
+    env["PYTHONPATH"] = str(ROOT)
     env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     command = [sys.executable, "-m", "tests.engine.kernels.aot", "--json", *(["--all"] * ALL_SHAPES)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)

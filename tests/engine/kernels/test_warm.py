@@ -16,6 +16,7 @@ def test_nothing_is_compiled_while_a_server_runs() -> None:
     """Batches of 1 to 300 rows, contexts of 1 to 4000 tokens, drafts of every length, chunks, and every kind
     of sampling, with windows and without. Counted in a process that does not interpret."""
     env = {key: value for key, value in os.environ.items() if key != SWITCH}
+    env["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-m", "tests.engine.kernels.variants"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

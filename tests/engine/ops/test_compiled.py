@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -149,6 +150,7 @@ def test_the_code_itself() -> None:
     """What the compiler makes for this machine, against torch's own operations, for one row and for more."""
     loaded = load(tiny_folder("qwen3"))
     decoder = runner.ModelRunner(loaded, device=CPU, dtype=torch.float32, measure=False).decoder
+    children = {child.pid for child in psutil.Process().children()}
     ops = CompiledParts(decoder).ops
     before = graphs()
     with torch.inference_mode():
@@ -163,3 +165,4 @@ def test_the_code_itself() -> None:
             mlp = decoder.layers[0].mlp
             torch.testing.assert_close(ops.gate(mlp, x), PLAIN.gate(mlp, x))
     assert graphs() == before
+    assert {child.pid for child in psutil.Process().children()} <= children
