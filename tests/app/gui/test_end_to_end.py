@@ -25,7 +25,13 @@ LIMIT_S = 90.0
 
 
 @pytest.fixture
-def decodeck(qapp: QApplication, tmp_path: Path) -> Iterator[Application]:
+def others() -> frozenset[psutil.Process]:
+    """Processes that were there before the window: those of tests that ran earlier in this process."""
+    return frozenset(psutil.Process().children(recursive=True))
+
+
+@pytest.fixture
+def decodeck(qapp: QApplication, tmp_path: Path, others: frozenset[psutil.Process]) -> Iterator[Application]:
     """E12: model and data folders have spaces and letters of every kind in their names."""
     model = write_tiny_model(tmp_path / "Модели ü 空 x" / "tiny")
     argv = ["--model", str(model), "--device", "cpu", "--dtype", "float32", "--kv-pool-gib", "0.02"]
@@ -37,11 +43,13 @@ def decodeck(qapp: QApplication, tmp_path: Path) -> Iterator[Application]:
     made.window.deleteLater()
 
 
-def started() -> list[psutil.Process]:
+def started(others: frozenset[psutil.Process]) -> list[psutil.Process]:
     """Processes that the window has started. Python's own, which outlives its pools, is none of them."""
     children = psutil.Process().children(recursive=True)
     return [
-        child for child in children if "multiprocessing.resource_tracker" not in " ".join(child.cmdline())
+        child
+        for child in children
+        if child not in others and "multiprocessing.resource_tracker" not in " ".join(child.cmdline())
     ]
 
 
@@ -56,7 +64,9 @@ def wait(made: Application, so: Callable[[], object], what: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_session_from_start_to_end(decodeck: Application, tmp_path: Path) -> None:
+def test_a_session_from_start_to_end(
+    decodeck: Application, others: frozenset[psutil.Process], tmp_path: Path
+) -> None:
     window, console = decodeck.window, decodeck.console
     assert window.isVisible(), "the window is there before the model"
     assert not console.engine_ready
@@ -108,30 +118,34 @@ def test_a_session_from_start_to_end(decodeck: Application, tmp_path: Path) -> N
     wait(decodeck, lambda: console.knobs.view("prefix_cache").applied is False, "the last configuration")
     window.grab_to(tmp_path / "end.png")
 
-    processes = started()
+    processes = started(others)
     assert processes
     window.close()
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert not alive
 
 
-def test_e06_closing_in_the_middle_of_starting_leaves_nothing(decodeck: Application) -> None:
+def test_e06_closing_in_the_middle_of_starting_leaves_nothing(
+    decodeck: Application, others: frozenset[psutil.Process]
+) -> None:
     """E06: close 50 ms after the start, while engine, store and window are all on their way."""
     end = time.monotonic() + 0.05
     while time.monotonic() < end:
         QApplication.processEvents()
     decodeck.window.close()
     assert decodeck.console.link.drain().link.state in (LinkState.OFFLINE, LinkState.DEAD)
-    _, alive = psutil.wait_procs(started(), timeout=20)
+    _, alive = psutil.wait_procs(started(others), timeout=20)
     assert not alive
 
 
-def test_e06_closing_while_a_load_runs_leaves_nothing(decodeck: Application) -> None:
+def test_e06_closing_while_a_load_runs_leaves_nothing(
+    decodeck: Application, others: frozenset[psutil.Process]
+) -> None:
     """E06: a load run is its own process; it ends with the window."""
     wait(decodeck, lambda: decodeck.console.engine_ready, "the engine")
     decodeck.console.start_load(WorkloadSpec(arrival="constant", rate_rps=20.0, duration_s=60.0))
     wait(decodeck, lambda: decodeck.console.load_progress.sent > 3, "some requests")
-    children = started()
+    children = started(others)
     assert len(children) >= 2
     decodeck.window.close()
     _, alive = psutil.wait_procs(children, timeout=20)
