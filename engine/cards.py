@@ -6,6 +6,7 @@ programming guide, "CUDA Environment Variables"; NVIDIA MIG user guide, "CUDA_VI
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,37 +71,55 @@ def visible_cards(cards: Sequence[Card], environ: Mapping[str, str]) -> list[Car
     """The cards, and parts of cards, that CUDA shows this process, in its order. Raises `CannotMap`.
 
     NVML ignores ``CUDA_VISIBLE_DEVICES``. Numbers there are in PCI order only under
-    ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; an entry that names no card hides itself and all that follow.
+    ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; an entry that names no card, or is of another kind than the first one,
+    hides itself and all that follow. Of a divided card that is not named by a part's UUID the first part is
+    shown.
     """
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
-        return list(cards)
-    in_pci_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({c.name for c in cards}) <= 1
+        return [_shown(card) for card in cards]
+    entries = [entry.strip() for entry in wanted.split(",")]
+    kind = next((kind for kind in (GPU, MIG) if entries[0].startswith(kind)), None)
     shown: list[Card] = []
-    for entry in (part.strip() for part in wanted.split(",")):
-        if entry.isdecimal():
-            if not in_pci_order:
-                unread = next((card.error for card in cards if card.error), "")
-                if unread:
-                    raise CannotMap(
-                        f"CUDA_VISIBLE_DEVICES={wanted} counts in CUDA's own order and {unread}; "
-                        "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
-                    )
-                raise CannotMap(
-                    f"CUDA_VISIBLE_DEVICES={wanted} counts in CUDA's own order and the cards differ; "
-                    "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
-                )
-            if int(entry) >= len(cards):
-                break
-            shown.append(cards[int(entry)])
-            continue
-        fitting = find(cards, entry)
-        if len(fitting) > 1:
-            raise CannotMap(f"CUDA_VISIBLE_DEVICES names {entry}, with which {len(fitting)} cards begin")
-        if not fitting:
+    for entry in entries:
+        card = _numbered(cards, entry, wanted, environ) if kind is None else _named(cards, entry, kind)
+        if card is None:
             break
-        shown.append(fitting[0])
-    return shown
+        if card in shown:
+            raise CannotMap(
+                f"CUDA_VISIBLE_DEVICES={wanted} names a card twice, and CUDA shows none then; name each once"
+            )
+        shown.append(card)
+    return [_shown(card) for card in shown]
+
+
+def _shown(card: Card) -> Card:
+    return card.parts[0] if card.parts else card
+
+
+def _numbered(cards: Sequence[Card], entry: str, wanted: str, environ: Mapping[str, str]) -> Card | None:
+    """The card that CUDA finds under the number with which an entry begins: it reads no further."""
+    digits = re.match(r"\+?([0-9]+)", entry)
+    if digits is None:
+        return None
+    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({card.name for card in cards}) > 1:
+        why = next((card.error for card in cards if card.error), "") or "the cards differ"
+        raise CannotMap(
+            f"CUDA_VISIBLE_DEVICES={wanted} counts in CUDA's own order and {why}; "
+            "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        )
+    number = int(digits[1])
+    return cards[number] if number < len(cards) else None
+
+
+def _named(cards: Sequence[Card], entry: str, kind: str) -> Card | None:
+    fitting = find(cards, entry) if entry.startswith(kind) else []
+    if len(fitting) > 1:
+        raise CannotMap(
+            f"CUDA_VISIBLE_DEVICES names {entry}, with which {len(fitting)} cards begin; "
+            "write the whole UUID, as nvidia-smi -L tells it"
+        )
+    return fitting[0] if fitting else None
 
 
 def find(cards: Sequence[Card], uuid: str) -> list[Card]:
