@@ -111,8 +111,8 @@ class CardReader:
         mine = [count(p.usedGpuMemory) for p in processes if p.pid == os.getpid()]
         self.process_bytes = sum(each for each in mine if each is not None)
         gpm = self._gpm.read()
-        if self._gpm.off_reason:
-            unknown["gpm"] = codec.clip(self._gpm.off_reason, MAX_UNKNOWN)
+        if self._gpm.reason:
+            unknown["gpm"] = codec.clip(self._gpm.reason, MAX_UNKNOWN)
         pcie = self._pcie(gpm, ask)
         links = self._nvlink(gpm, ask)
         return self._row(

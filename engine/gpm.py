@@ -14,6 +14,7 @@ from typing import Any
 from engine.cards import Card
 
 _MIN_GAP_S = 0.1
+_FINAL = (3, 4, 13)  # NVML_ERROR_NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND
 _MIB = 1 << 20
 _METRICS = {  # NVML_GPM_METRIC_...
     "sm_percent": (2, 1),  # SM_UTIL
@@ -43,23 +44,30 @@ class GpmReading:
 
 
 class GpmSampler:
-    """Reads one card, or part of a card. Turns itself off for good at the first error."""
+    """Reads one card, or part of a card. ``reason``: why the last reading told nothing, if something failed.
+
+    What the card cannot do, or this user may not ask, is not asked again; any other error costs one average.
+    """
 
     def __init__(self, nvml: Any, card: Card) -> None:
         self._nvml = nvml
         self._card = card
         self._last: Any = None
         self._last_s = 0.0
-        self.off_reason = ""
+        self._off = False
+        self.reason = ""
 
     def read(self) -> GpmReading:
         """The averages since the last call; unknown in the first one."""
-        if self.off_reason:
+        if self._off:
             return GpmReading()
+        self.reason = ""
         try:
             return self._read()
         except Exception as error:
-            self.off_reason = str(error) or type(error).__name__
+            self.reason = str(error) or type(error).__name__
+            self._off = getattr(error, "value", None) in _FINAL
+            self.close()  # no average reaches over a failure
             return GpmReading()
 
     def close(self) -> None:
@@ -73,7 +81,7 @@ class GpmSampler:
         nvml, card = self._nvml, self._card
         whole = card.handle if card.whole is None else card.whole
         if self._last is None and not nvml.nvmlGpmQueryDeviceSupport(whole).isSupportedDevice:
-            self.off_reason = "this card has no GPM"
+            self.reason, self._off = "this card has no GPM", True
             return GpmReading()
         now_s = time.monotonic()
         if self._last is not None and now_s - self._last_s < _MIN_GAP_S:

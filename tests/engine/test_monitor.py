@@ -302,7 +302,11 @@ def test_a_driver_that_never_answers_makes_readings_stale(
         ("0", [BIG]),
         ("1", [SMALL]),
         ("1,0", [SMALL, BIG]),
-        ("1, 1", [SMALL, SMALL]),
+        ("1, 0x", [SMALL, BIG]),
+        ("+1", [SMALL]),
+        ("1gpu,0", [SMALL, BIG]),
+        ("GPU-aabb,0", [SMALL]),  # the first entry says of which kind all are
+        ("0,GPU-aabb", [BIG]),
         ("0,7,1", [BIG]),  # an entry that names no card hides all that follow
         ("", []),
         ("-1", []),
@@ -322,7 +326,9 @@ def test_the_cards_shown_are_those_that_cuda_shows(wanted: str | None, expected:
 @pytest.mark.parametrize(
     ("environ", "reason"),
     [
-        (PCI | {"CUDA_VISIBLE_DEVICES": "GPU-aa"}, "2 cards begin"),
+        (PCI | {"CUDA_VISIBLE_DEVICES": "GPU-aa"}, "2 cards begin; write the whole UUID"),
+        (PCI | {"CUDA_VISIBLE_DEVICES": "1, 1"}, "names a card twice"),
+        (PCI | {"CUDA_VISIBLE_DEVICES": "GPU-aab,GPU-aabb"}, "names a card twice"),
         ({"CUDA_VISIBLE_DEVICES": "1"}, "PCI_BUS_ID"),  # CUDA's own order puts the fastest first
     ],
 )
@@ -335,6 +341,12 @@ def test_what_cannot_be_mapped_is_said(
     monitor = start(lambda: driver, **environ)
     wait_until(lambda: reason in monitor.rows()[0].error, "the reason is shown")
     assert monitor.rows()[0].uuid == ""
+
+
+@pytest.mark.parametrize("environ", [{}, PCI | {"CUDA_VISIBLE_DEVICES": "0"}])
+def test_of_a_divided_card_cuda_shows_the_first_part(environ: dict[str, str]) -> None:
+    parts = (Card("MIG-1", "H200 (MIG)"), Card("MIG-2", "H200 (MIG)"))
+    assert visible_cards([Card("GPU-1", "H200", parts=parts)], environ) == [parts[0]]
 
 
 def test_equal_cards_may_be_counted_in_any_order() -> None:
@@ -520,11 +532,10 @@ class GpmDriver(Driver):
         return SimpleNamespace(isSupportedDevice=1)
 
     def nvmlGpmSampleAlloc(self) -> Any:
-        return SimpleNamespace(n=0)
+        self.samples += 1
+        return SimpleNamespace(n=self.samples)
 
     def nvmlGpmSampleGet(self, handle: int, sample: Any) -> Any:
-        self.samples += 1
-        sample.n = self.samples
         return sample
 
     def nvmlGpmMigSampleGet(self, handle: int, instance: int, sample: Any) -> Any:
@@ -571,15 +582,42 @@ def test_gpm_reads_a_part_of_a_card_through_the_whole(monkeypatch: pytest.Monkey
     assert (row.pcie_rx_bytes_per_s, row.nvlink_tx_bytes_per_s) == (2 << 20, 1 << 19)
 
 
-def test_gpm_that_fails_once_is_off_for_good() -> None:
+def test_gpm_that_fails_costs_one_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readings come back after a timeout, and no average reaches over it."""
     driver = GpmDriver()
-    driver.nvmlGpmSampleGet = lambda handle, sample: 1 / 0  # type: ignore[method-assign]
+    monkeypatch.setattr("engine.gpm._MIN_GAP_S", 0.0)
+    reader = CardReader(driver, list_cards(driver)[0])
+    reader.read()
+    assert reader.read().dram_read_write_percent == 55.0
+    monkeypatch.setattr(driver, "nvmlGpmSampleGet", failing(10))
+    row = reader.read()
+    assert (row.dram_read_write_percent, row.unknown["gpm"]) == (None, "error 10")
+    monkeypatch.undo()
+    monkeypatch.setattr("engine.gpm._MIN_GAP_S", 0.0)
+    row = reader.read()
+    assert (row.dram_read_write_percent, row.unknown) == (None, {}), "one sample is no average"
+    assert reader.read().dram_read_write_percent == 55.0
+    reader.close()
+    assert driver.freed == driver.samples
+
+
+@pytest.mark.parametrize("code", [3, 4, 13])
+def test_gpm_that_there_is_none_of_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    driver = GpmDriver()
     sampler = GpmSampler(driver, Card("GPU-1", "H200", 0))
+    monkeypatch.setattr(driver, "nvmlGpmSampleGet", failing(code))
     assert sampler.read().dram_percent is None
-    assert sampler.off_reason
-    del driver.nvmlGpmSampleGet
-    assert sampler.read().dram_percent is None
-    assert driver.samples == 0
+    monkeypatch.undo()
+    sampler.read()
+    assert (driver.samples, driver.freed) == (1, 1)
+    assert sampler.reason
+
+
+def failing(code: int) -> Callable[..., None]:
+    def fail(handle: int, sample: Any) -> None:
+        raise NvmlError(code)
+
+    return fail
 
 
 def test_numbers_from_outside_are_checked() -> None:
