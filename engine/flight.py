@@ -12,7 +12,7 @@ from engine.choosing import fail_nonfinite, put_sampled, put_verified
 from engine.current_device import make_current
 from engine.graphs.forward import Chosen
 from engine.sampling import as_sampled
-from engine.speculation.verify import match_drafts
+from engine.speculation.verify import judge_drafts, match_drafts
 from engine.step import Prepared, StepOutput
 from engine.timing import Timer
 
@@ -41,16 +41,19 @@ class Flight:
         """
         batch, kv = self.prepared.batch, self.prepared.kv
         make_current(kv.device)
-        ids, finite = self.chosen.read()
+        tokens = self.chosen.read()
         began = time.perf_counter()
         out = StepOutput.of(self.prepared.num_entries)
         with torch.inference_mode():
-            sampled = as_sampled(ids)
-            if any(batch.drafts):
+            sampled = as_sampled(tokens.ids)
+            if tokens.accepted:
+                found = judge_drafts(sampled, batch.sampled_rows, batch.drafts, tokens.accepted, tokens.own)
+                put_verified(found, batch, kv, out)
+            elif any(batch.drafts):
                 put_verified(match_drafts(sampled, batch.drafts), batch, kv, out)
             else:
                 put_sampled(sampled, batch, kv, out)
-            fail_nonfinite(finite, batch, kv, out)
+            fail_nonfinite(tokens.finite, batch, kv, out)
         if entries is not None:
             out.keep(entries)
         self.prepared.tell(out)

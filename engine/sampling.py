@@ -107,6 +107,32 @@ class FusedSampling(Protocol):
         """As `engine.speculation.rejection.reject`, with the seed and first position of each request."""
         ...
 
+    def probabilities_packed(self, scores: Tensor, packed: Tensor, out: Tensor) -> None:
+        """`probabilities` into out, with what `pack` packed on the device. Launches only what depends on
+        shapes.
+        """
+        ...
+
+    def reject_packed(
+        self,
+        target: Tensor,
+        proposal: Tensor,
+        tokens: Tensor,
+        cu: Tensor,
+        finite: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        accepted: Tensor,
+        own: Tensor,
+    ) -> None:
+        """`reject` with what is on the device already. Launches only what depends on shapes.
+
+        Draft r is [cu[r], cu[r + 1]) (cu: int32 [requests + 1], from 0) of ``tokens`` int64 and of
+        ``proposal``; its places in ``target`` and ``finite`` (bool) begin at cu[r] + r. A token of -1 ends it
+        as if nothing had been proposed there. accepted: int32 [requests], own: int64 [requests].
+        """
+        ...
+
 
 class Sampler:
     """Chooses tokens. Keeps, for each slot whose request has penalties, how often each token occurred.

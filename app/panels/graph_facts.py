@@ -28,7 +28,6 @@ REASONS = {
 OUTSIDE = {
     "fused_sampling": N_("“Fused sampling” is off"),
     "logprobs": N_("log-probabilities asked for"),
-    "proposals": N_("drafts judged by their probabilities"),
     "penalties": N_("penalties on long texts"),
     "min_tokens": N_("too many ends to hide"),
 }

@@ -7,6 +7,7 @@ has no room in static memory, the graph ends with the logits and tokens are chos
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from engine.attention.base import Ints
 from engine.batch import Batch
+from engine.graphs.rejecting import GraphRejection
 from engine.graphs.shapes import GraphShape, Kind
 from engine.knobs import MAX_SEQS
 from engine.penalties import SampledRequest, has_penalty
 from engine.sampling import FusedSampling, is_short
 from engine.speculation.rows import draft_rows
 from engine.speculation.verify import DraftSampler, is_drawn
+from ipc.messages import Sampling
 
 CHOICE_WORDS = 4  # of 64 bits a token, see `FusedSampling.pack`
 NOBODY = MAX_SEQS  # a slot that no request has: where what nobody asked for goes
@@ -27,6 +30,7 @@ COUNTED = 1024  # tokens that occurred, for each row of a shape, that there is r
 MOST_COUNTED = 8192  # of one row
 ENDS = 16  # tokens hidden for each row of a shape that there is room for
 MOST_ENDS = 128  # of one row: those of a request and of the model
+GREEDY = Sampling()  # takes no draw
 
 
 class GraphChooser:
@@ -43,15 +47,20 @@ class GraphChooser:
         self.fused = fused
         self._sampler = sampler
         self._padded = padded
+        self._rejection = GraphRejection(fused)
         self._newest = torch.zeros(MAX_SEQS + 1, dtype=torch.int64, device=device)  # of each slot
+
+    def shape_of(self, batch: Batch, shape: GraphShape) -> tuple[GraphShape, str]:
+        """The shape that a step of that size is captured in; why, where it ends with the logits."""
+        kind, why = self.kind_of(batch, shape.tokens)
+        drawn = kind != "logits" and any(map(is_drawn, batch.sampled_rows, batch.drafts))
+        return replace(shape, kind=kind, drawn=drawn), why
 
     def kind_of(self, batch: Batch, tokens: int) -> tuple[Kind, str]:
         """What has to be captured for a step in a shape of ``tokens`` tokens; why, where it is the logits."""
         rows, drafts = batch.sampled_rows, batch.drafts
         if any(row.sampling.logprobs is not None for row in rows):
             return "logits", "logprobs"
-        if any(map(is_drawn, rows, drafts)):
-            return "logits", "proposals"
         places = [len(draft) + 1 for draft in drafts]
         counted = [
             count
@@ -72,17 +81,11 @@ class GraphChooser:
 
     def num_words(self, shape: GraphShape) -> int:
         """Words of 64 bits that a step's choice takes in static memory."""
-        if shape.kind == "logits":
-            return 0
-        words = CHOICE_WORDS * shape.tokens
-        if shape.kind == "adjusted":
-            return words + (_Lists.size(shape.tokens) + 1) // 2
-        return words + shape.tokens if shape.feeds else words
+        return sum(self._sizes(shape))
 
     def clear(self, words: Tensor, shape: GraphShape) -> None:
         """Let what is chosen from ``words``, zeros otherwise, reach no slot."""
-        if shape.feeds:
-            words[CHOICE_WORDS * shape.tokens :] = NOBODY
+        torch.split(words, self._sizes(shape))[1].fill_(NOBODY)
 
     def fill(self, words: Ints, shape: GraphShape, batch: Batch) -> None:
         """Write what a filled step's choice needs to ``words``."""
@@ -92,15 +95,16 @@ class GraphChooser:
             rows = [place for row, draft in pairs for place in draft_rows(row, draft)]
         seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         positions = np.array([row.num_tokens for row in rows], dtype=np.uint64)
-        split = CHOICE_WORDS * shape.tokens
-        words[:split] = self.fused.pack(
-            [row.sampling for row in rows], seeds, positions, shape.tokens
-        ).reshape(-1)
+        settings = _greedy_where_drawn(batch) if shape.drawn else [row.sampling for row in rows]
+        packed, slots, lists, drafts = np.split(words, np.cumsum(self._sizes(shape))[:-1])
+        packed[:] = self.fused.pack(settings, seeds, positions, shape.tokens).reshape(-1)
+        if shape.feeds:
+            slots[: len(rows)] = [row.slot for row in rows]
+            slots[len(rows) :] = NOBODY
         if shape.kind == "adjusted":
-            self._fill_lists(words[split:], shape.tokens, rows)
-        elif shape.feeds:
-            words[split : split + len(rows)] = [row.slot for row in rows]
-            words[split + len(rows) :] = NOBODY
+            self._fill_lists(lists, shape.tokens, rows)
+        if shape.drawn:
+            self._rejection.fill(drafts, shape, batch)
 
     def feed(self, ids: Tensor, shape: GraphShape) -> Tensor:
         """Ids of a step's tokens, those that are `awaited` replaced by the newest one of their slot."""
@@ -109,32 +113,60 @@ class GraphChooser:
         newest = self._newest.index_select(0, (-1 - ids).clamp(min=0))
         return torch.where(ids < 0, newest, ids)
 
-    def choose(self, logits: Tensor, words: Tensor, shape: GraphShape, ids: Tensor) -> None:
+    def choose(
+        self,
+        logits: Tensor,
+        words: Tensor,
+        shape: GraphShape,
+        ids: Tensor,
+        proposals: Tensor | None = None,
+        judged: Tensor | None = None,
+    ) -> None:
         """Choose ids int64 [tokens] from logits [tokens, vocab_size], which are changed; -1: not finite.
 
-        words: what `fill` wrote, on the device. Launches only what depends on the shape.
+        words: what `fill` wrote, on the device. proposals, judged: see `GraphRejection.judge`, where drafts
+        were drawn. Launches only what depends on the shape.
         """
         if self._padded is not None:
             logits.index_fill_(1, self._padded, float("-inf"))
-        split = CHOICE_WORDS * shape.tokens
-        packed = words[:split].view(CHOICE_WORDS, shape.tokens)
-        if shape.kind == "tokens":
-            self.fused.choose_packed(logits, packed, ids)
-            if shape.feeds:  # -1 is no token: whoever gets that one fails, and what follows is of no use
-                self._newest.index_copy_(0, words[split:], ids.clamp(min=0))
-            return
-        finite = logits.amax(dim=1).isfinite()
-        lists = _Lists(words[split:].view(torch.int32), shape.tokens)
+        packed, slots, lists, drafts = torch.split(words, self._sizes(shape))
+        finite = None
+        if shape.drawn or shape.kind == "adjusted":
+            finite = logits.amax(dim=1).isfinite()
+        if finite is not None and shape.drawn:  # what is drawn from has to be a distribution
+            logits.masked_fill_(~finite.unsqueeze(1), 0.0)
+        if shape.kind == "adjusted":
+            self._adjust(logits, lists, shape.tokens)
+        self.fused.choose_packed(logits, packed.view(CHOICE_WORDS, shape.tokens), ids)
+        if finite is not None:
+            if proposals is not None and judged is not None:
+                self._rejection.judge(logits, proposals, finite, drafts, shape, judged)
+            ids.masked_fill_(~finite, -1)
+        if shape.feeds:  # -1 is no token: whoever gets that one fails, and what follows is of no use
+            self._newest.index_copy_(0, slots, ids.clamp(min=0))
+
+    def _adjust(self, logits: Tensor, words: Tensor, tokens: int) -> None:
+        """Hide ends and penalize in place, by what `_fill_lists` wrote."""
+        lists = _Lists(words.view(torch.int32), tokens)
         self.fused.penalize_packed(
-            logits, lists.cu_ends, lists.ends, torch.ones_like(lists.ends), _hiding(shape.tokens, logits),
+            logits, lists.cu_ends, lists.ends, torch.ones_like(lists.ends), _hiding(tokens, logits),
             max_tokens=MOST_ENDS,
         )  # fmt: skip
         self.fused.penalize_packed(
             logits, lists.cu, lists.tokens, lists.counts, lists.each.view(torch.float32),
             max_tokens=MOST_COUNTED,
         )  # fmt: skip
-        self.fused.choose_packed(logits, packed, ids)
-        ids.masked_fill_(~finite, -1)
+
+    def _sizes(self, shape: GraphShape) -> list[int]:
+        """Words of: settings and random numbers, slots, lists of tokens, and drafts to judge."""
+        if shape.kind == "logits":
+            return [0, 0, 0, 0]
+        return [
+            CHOICE_WORDS * shape.tokens,
+            shape.tokens if shape.feeds else 0,
+            (_Lists.size(shape.tokens) + 1) // 2 if shape.kind == "adjusted" else 0,
+            self._rejection.num_words(shape),
+        ]
 
     def _fill_lists(self, words: Ints, tokens: int, rows: Sequence[SampledRequest]) -> None:
         lists = _Lists(torch.from_numpy(words).view(torch.int32), tokens)
@@ -176,6 +208,15 @@ class _Lists:
     @staticmethod
     def size(tokens: int) -> int:
         return 5 * tokens + 2 + tokens * (2 * COUNTED + ENDS)
+
+
+def _greedy_where_drawn(batch: Batch) -> list[Sampling]:
+    """The settings of each place of each draft, of those that another rule decides the least work."""
+    return [
+        GREEDY if is_drawn(row, draft) else row.sampling
+        for row, draft in zip(batch.sampled_rows, batch.drafts, strict=True)
+        for _ in range(len(draft) + 1)
+    ]
 
 
 def _hiding(tokens: int, like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -18,6 +18,8 @@ from engine.attention.base import AttentionBackend, AttentionPlan, Ints, Rows
 from engine.batch import Batch
 from engine.graphs.choosing import GraphChooser, awaited
 from engine.graphs.driver import Arrival, Captured, Driver
+from engine.graphs.memory import SharedRows, result_words, split_result
+from engine.graphs.rejecting import place_proposals
 from engine.graphs.shapes import ROWS, GraphShape, Kind, shape_of
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
@@ -61,11 +63,12 @@ class _Entry:
     shape: GraphShape
     hosts: list[Tensor]  # int64 words: ids, positions, slots, then what choosing and attention pack
     device: Tensor  # the same on the device
-    chosen: Tensor  # int64 [2, tokens]: ids, and whether each token was finite
+    chosen: Tensor  # int64: ids, whether each token was finite, and what drafts were found to be
     results: list[Tensor]  # the same on the host
     split: int  # where in the words that begins which belongs to attention
     turn: int = 0
     logits: Tensor | None = None  # float32 [tokens, vocab_size], where they are read
+    proposals: Tensor | None = None  # float32 [tokens, vocab_size] at least, where drafts were drawn
     captured: Captured | None = None
     plan: AttentionPlan | None = None  # holds memory that the graph works in
 
@@ -77,21 +80,33 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a step came to, on the host: an id for each token, -1 where its logits were not finite, and
+    whether the token was, bool [tokens]. Where drafts were drawn, how many tokens of each request's stay, and
+    what follows these.
+    """
+
+    ids: list[int]
+    finite: Tensor
+    accepted: list[int]
+    own: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """The tokens of a replayed step, on their way to the host."""
 
     arrival: Arrival
     result: Tensor
+    shape: GraphShape
     count: int
 
-    def read(self) -> tuple[list[int], Tensor]:
-        """Ids, -1 where logits were not finite, and whether each token was, bool [tokens], on the host.
-
-        Waits for them. They have to be read before the step after next is launched.
-        """
+    def read(self) -> Tokens:
+        """Waits for them. They have to be read before the step after next is launched."""
         self.arrival.wait()
-        ids, finite = self.result.view(2, -1)[:, : self.count]
-        return ids.tolist(), finite.bool()
+        ids, finite, judged = split_result(self.result, self.shape)
+        accepted, own = judged.tolist()
+        return Tokens(ids[: self.count].tolist(), finite[: self.count].bool(), accepted, own)
 
 
 class GraphedForward:
@@ -128,8 +143,8 @@ class GraphedForward:
         self._max_blocks = max_blocks
         self._budget = budget_bytes
         self._entries: dict[GraphShape, _Entry] = {}
-        self._logits = torch.empty(0, spec.vocab_size, device=kv.device)
-        self._most_tokens = 0  # of a captured shape
+        self._logits, self._proposals = (SharedRows(spec.vocab_size, kv.device) for _ in range(2))
+        self._most = 0  # of any captured shape, see `_working_bytes`
         self._refused: dict[GraphShape, str] = {}
         self._short_until_s = 0.0  # nothing is captured before, for there was no memory
         self.nbytes = 0
@@ -160,8 +175,7 @@ class GraphedForward:
             return shape
         outside = "fused_sampling"
         if self._chooser is not None:
-            kind, outside = self._chooser.kind_of(batch, shape.tokens)
-            shape = replace(shape, kind=kind)
+            shape, outside = self._chooser.shape_of(batch, shape)
         why = self._refused.get(shape)
         if why is None and shape not in self._entries:
             if time.monotonic() < self._short_until_s:
@@ -181,7 +195,7 @@ class GraphedForward:
             return None
         self.counts.logits[step.outside] += 1
         assert entry.logits is not None
-        self._decoder.finite = entry.chosen[1, : len(batch.ids)].bool()
+        self._decoder.finite = split_result(entry.chosen, entry.shape)[1][: len(batch.ids)].bool()
         return entry.logits[: len(batch.ids)]
 
     def choose(self, batch: Batch, step: GraphStep, begins: Callable[[], None]) -> Chosen | None:
@@ -193,7 +207,7 @@ class GraphedForward:
         if entry is None:
             return None
         result = entry.results[entry.turn]
-        return Chosen(self._driver.fetch(entry.chosen.view(-1), result), result, len(batch.ids))
+        return Chosen(self._driver.fetch(entry.chosen, result), result, step.shape, len(batch.ids))
 
     def _replay(self, batch: Batch, shape: GraphShape, begins: Callable[[], None]) -> _Entry | None:
         entry = self._entries.get(shape) or self._capture(shape)
@@ -205,6 +219,9 @@ class GraphedForward:
         self._fill(entry, batch)
         begins()  # what comes before, capturing among it, is no part of what the step costs
         self._driver.send(entry.hosts[entry.turn], entry.device)
+        if entry.proposals is not None:
+            for at, probs in place_proposals(batch):
+                self._driver.send(probs, entry.proposals[at : at + len(probs)])
         entry.captured.replay()
         self.counts.hits += 1
         self.counts.tokens += shape.tokens
@@ -213,18 +230,16 @@ class GraphedForward:
 
     def _fits(self, shape: GraphShape) -> bool:
         """Whether a shape may be captured, by what its logits alone will add to the memory of all graphs."""
-        # In 16 bits and in float32, in memory that graphs share, and where they are read.
-        more = 6 * max(0, shape.tokens - self._most_tokens)
-        if shape.kind == "logits" and shape.tokens > len(self._logits):
-            more += 4 * _room(shape.tokens)
-        return self.nbytes + more * self._spec.vocab_size < self._budget
+        more = max(0, self._working_bytes(shape) - self._most)
+        if shape.kind == "logits":
+            more += self._logits.lacking(shape.tokens)
+        if shape.drawn:
+            more += self._proposals.lacking(shape.tokens)
+        return self.nbytes + more < self._budget
 
-    def _logits_for(self, tokens: int) -> Tensor:
-        """Where logits go that are to be read: the graphs share it, those of much larger shapes another."""
-        if len(self._logits) < tokens:
-            self._logits = torch.empty(_room(tokens), self._spec.vocab_size, device=self._kv.device)
-            self.nbytes += self._logits.nbytes
-        return self._logits[:tokens]
+    def _working_bytes(self, shape: GraphShape) -> int:
+        """What its logits take in memory that graphs share: in 16 bits, in float32, and as probabilities."""
+        return shape.tokens * (6 + 4 * shape.drawn) * self._spec.vocab_size
 
     def warm_up(self, max_rows: int, told: Callable[[int, int], None]) -> None:
         """Run what graphs of decoding steps will hold, the largest first, up to ``max_rows`` requests.
@@ -253,10 +268,10 @@ class GraphedForward:
         split = 3 * shape.tokens + (0 if self._chooser is None else self._chooser.num_words(shape))
         hosts, results = (
             [self._driver.host(words) for _ in range(BUFFERS)]
-            for words in (split + len(packed), 2 * shape.tokens)
+            for words in (split + len(packed), result_words(shape))
         )
         device, chosen = (torch.zeros_like(each[0], device=self._kv.device) for each in (hosts, results))
-        entry = _Entry(shape, hosts, device, chosen.view(2, -1), results, split)
+        entry = _Entry(shape, hosts, device, chosen, results, split)
         entry.parts[2].fill_(NO_SLOT)  # nobody is there while it is captured
         if self._chooser is not None:
             self._chooser.clear(entry.parts[3], shape)
@@ -280,16 +295,21 @@ class GraphedForward:
             return None
         self._entries[shape] = entry
         self.nbytes += entry.captured.nbytes + entry.device.nbytes + entry.chosen.nbytes
-        self._most_tokens = max(self._most_tokens, shape.tokens)
+        self._most = max(self._most, self._working_bytes(shape))
         log.info("captured steps of %s, graphs take %d MiB now", shape, self.nbytes >> 20)
         return entry
 
     def _body(self, entry: _Entry, rows: Rows) -> Callable[[], None]:
         """The forward pass of a shape over its static memory, and the choice of tokens."""
         ids, positions, slots, choice, packed = entry.parts
-        chooser, shape, chosen = self._chooser, entry.shape, entry.chosen
+        chooser, shape = self._chooser, entry.shape
+        chosen, finite_too, judged = split_result(entry.chosen, shape)
+        self.nbytes += self._logits.lacking(shape.tokens) if shape.kind == "logits" else 0
+        self.nbytes += self._proposals.lacking(shape.tokens) if shape.drawn else 0
         if shape.kind == "logits":
-            entry.logits = self._logits_for(shape.tokens)
+            entry.logits = self._logits.first(shape.tokens)
+        if shape.drawn:
+            entry.proposals = self._proposals.first(shape.tokens)
 
         def body() -> None:
             entry.plan = self._attention.plan(rows, self._kv, self._spec, lambda ints: packed)
@@ -297,12 +317,12 @@ class GraphedForward:
             logits = self._decoder.forward(known, positions, slots, entry.plan, self._kv, None)
             finite = self._decoder.finite
             assert finite is not None
-            chosen[1].copy_(finite)
+            finite_too.copy_(finite)
             if entry.logits is not None:
                 entry.logits.copy_(logits)
                 return
             assert chooser is not None  # else there are no such shapes
-            chooser.choose(logits, choice, shape, chosen[0])
+            chooser.choose(logits, choice, shape, chosen, entry.proposals, judged)
 
         return body
 
@@ -333,11 +353,6 @@ class GraphStep:
     def chooses(self) -> bool:
         """Whether the graph ends with tokens."""
         return self.shape.kind != "logits"
-
-
-def _room(tokens: int) -> int:
-    """Rows of logits to make room for: so that growing shapes share a few."""
-    return 1 << (tokens - 1).bit_length()
 
 
 def _empty_rows(shape: GraphShape, width: int, block_size: int) -> Rows:

@@ -20,11 +20,15 @@ _NAMES: dict[Kind, str] = {"logits": "", "tokens": "+sample", "adjusted": "+pena
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """Up to ``rows`` requests of up to ``queries`` new tokens each."""
+    """Up to ``rows`` requests of up to ``queries`` new tokens each.
+
+    ``drawn``: where tokens are chosen, drafts are held against the probabilities that they were drawn from.
+    """
 
     rows: int
     queries: int
     kind: Kind = "logits"
+    drawn: bool = False
 
     @property
     def feeds(self) -> bool:
@@ -37,7 +41,7 @@ class GraphShape:
         return self.rows * self.queries
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.queries}{_NAMES[self.kind]}"
+        return f"{self.rows}x{self.queries}{_NAMES[self.kind]}{'+rejection' if self.drawn else ''}"
 
 
 def shape_of(batch: Batch, max_blocks: int) -> GraphShape | str:

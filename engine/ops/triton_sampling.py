@@ -78,6 +78,9 @@ class TritonSampling:
         self._probabilities(scores, *_columns(held), out).run()
         return out
 
+    def probabilities_packed(self, scores: Tensor, packed: Tensor, out: Tensor) -> None:
+        self._probabilities(scores, *_columns(packed[2:]), out).run()
+
     def reject(
         self,
         target: Tensor,
@@ -94,13 +97,28 @@ class TritonSampling:
         held = torch.split(_send(words, device), [count, count, len(tokens), count + 1])
         accepted = torch.empty(count, dtype=torch.int32, device=device)
         own = torch.empty(count, dtype=torch.int64, device=device)
-        self._reject(
-            target, proposal, held[2], held[3].to(torch.int32), finite.to(torch.int8), held[0], held[1],
-            accepted, own,
-            accept=ACCEPT, residual=RESIDUAL,
-        ).run()  # fmt: skip
+        self.reject_packed(
+            target, proposal, held[2], held[3].to(torch.int32), finite, held[0], held[1], accepted, own
+        )
         both = torch.stack((accepted.long(), own)).tolist()
         return both[0], both[1]
+
+    def reject_packed(
+        self,
+        target: Tensor,
+        proposal: Tensor,
+        tokens: Tensor,
+        cu: Tensor,
+        finite: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        accepted: Tensor,
+        own: Tensor,
+    ) -> None:
+        self._reject(
+            target, proposal, tokens, cu, finite.to(torch.int8), seeds, positions, accepted, own,
+            accept=ACCEPT, residual=RESIDUAL,
+        ).run()  # fmt: skip
 
 
 def _send(words: np.ndarray[tuple[int, ...], np.dtype[Any]], device: torch.device) -> Tensor:

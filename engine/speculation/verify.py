@@ -107,11 +107,10 @@ class DraftSampler(Sampler):
             seeds = np.array([row.seed for row in firsts], dtype=np.uint64)
             positions = np.array([row.num_tokens for row in firsts], dtype=np.uint64)
             accepted, own = self.fused.reject(target, proposal, tokens, lengths, finite, seeds, positions)
-        # Places after a draft's end get some token, which nobody will see.
         ids = [
             token
             for draft, kept, last in zip(drafts, accepted, own, strict=True)
-            for token in (*draft.token_ids[:kept], last, *draft.token_ids[kept:])
+            for token in _put_own(draft, kept, last)
         ]
         top = top_logprobs(logits, torch.tensor(ids, device=self.device), rows)
         found = {} if top is None else top.to_host(ids)
@@ -161,6 +160,36 @@ def match_drafts(sampled: Sampled, drafts: Sequence[Draft]) -> list[Verified]:
         out.append(_verified(sampled, first, accepted, len(draft)))
         first += len(draft) + 1
     return out
+
+
+def judge_drafts(
+    sampled: Sampled,
+    requests: Sequence[SampledRequest],
+    drafts: Sequence[Draft],
+    accepted: Sequence[int],
+    own: Sequence[int],
+) -> list[Verified]:
+    """`match_drafts`, but for drafts that were drawn: of that of request i ``accepted[i]`` tokens stay, and
+    ``own[i]`` follows them. Of such a place ``sampled`` only says whether its logits were finite.
+    """
+    out: list[Verified] = []
+    first = 0
+    for i, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+        here = slice(first, first + len(draft) + 1)
+        part = Sampled(sampled.token_ids[here], sampled.logprobs[here], sampled.nonfinite[here])
+        first = here.stop
+        if not is_drawn(request, draft):
+            out += match_drafts(part, [draft])
+            continue
+        ids = _put_own(draft, accepted[i], own[i])
+        part.token_ids = [None if bad else token for token, bad in zip(ids, part.nonfinite, strict=True)]
+        out.append(_verified(part, 0, accepted[i], len(draft)))
+    return out
+
+
+def _put_own(draft: Draft, accepted: int, own: int) -> list[int]:
+    """A token for each place of a draft; those after its end nobody will see."""
+    return [*draft.token_ids[:accepted], own, *draft.token_ids[accepted:]]
 
 
 def _verified(sampled: Sampled, first: int, accepted: int, drafted: int) -> Verified:

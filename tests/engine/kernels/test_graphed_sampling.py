@@ -126,14 +126,21 @@ def test_what_has_no_room_or_kernel_is_chosen_outside(changes: dict[str, object]
     assert GraphChooser(made, made.fused, None, CPU).kind_of(batch, 1) == ("logits", why)
 
 
-def test_drawn_drafts_and_long_lists_are_judged_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_drafts_have_shapes_of_their_own_and_long_lists_are_judged_outside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(choosing, "MOST_COUNTED", 2 * COUNTED)
     made = sampler()
     assert made.fused is not None
     chooser = GraphChooser(made, made.fused, None, CPU)
     drawn = Draft([8], torch.full((1, VOCAB), 1 / VOCAB))
-    assert chooser.kind_of(batch_of([Sampling(temperature=1.0)], [drawn]), 2) == ("logits", "proposals")
-    assert chooser.kind_of(batch_of([Sampling(temperature=0.0)], [drawn]), 2) == ("tokens", "")
+    shape = GraphShape(1, 2)
+    for settings, found in (
+        (Sampling(temperature=1.0), (GraphShape(1, 2, "tokens", drawn=True), "")),
+        (Sampling(temperature=0.0), (GraphShape(1, 2, "tokens"), "")),
+        (Sampling(temperature=1.0, logprobs=1), (shape, "logprobs")),
+    ):
+        assert chooser.shape_of(batch_of([settings], [drawn]), shape) == found
     batch = batch_of([Sampling(presence_penalty=1.0)])
     batch.sampled_rows[0].num_tokens = COUNTED + 1
     assert chooser.kind_of(batch, 1) == ("logits", "penalties")
