@@ -1,4 +1,4 @@
-"""A step whose tokens are chosen in the graph that it is replayed from: launched first, read later."""
+"""A step whose tokens are chosen on the device, in its graph or behind it: launched first, read later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from engine.choosing import fail_nonfinite, put_sampled, put_verified
 from engine.current_device import make_current
-from engine.graphs.forward import Chosen
+from engine.graphs.memory import Chosen
+from engine.penalties import has_penalty
 from engine.sampling import as_sampled
 from engine.speculation.verify import judge_drafts, match_drafts
 from engine.step import Prepared, StepOutput
@@ -26,18 +27,28 @@ class Flight:
     forward: Timer
 
     def feeds(self, prepared: Prepared) -> bool:
-        """Whether a step may be launched right behind this one: the tokens that it lacks are chosen here."""
-        mine, other = self.prepared.replay, prepared.replay
+        """Whether a step may be launched right behind this one: the tokens that it lacks are chosen here.
+
+        Not where it takes the host to know what follows. Log-probabilities are made where logits are read.
+        Penalties are lists of the tokens that occurred, the newest among them. A draft brings nobody knows
+        how many tokens, on which positions and blocks of the next step depend, and the next draft follows the
+        newest one. Nor where one of the two steps takes part in no feeding, as its tokens are chosen by
+        torch's operations, or nothing of it can be captured (see `engine.graphs.switch`).
+        """
+        mine, other = self.prepared.way.direct, prepared.way.direct
         if mine is None or other is None or mine.forward is not other.forward:
             return False
-        here = {row.rid for row in self.prepared.batch.sampled_rows}
-        lacking = (request.rid for _, request, _ in prepared.batch.pending)
-        return mine.shape.feeds and other.shape.feeds and here.issuperset(lacking)
+        if any(has_penalty(row.sampling) for row in prepared.batch.sampled_rows):
+            return False
+        # One that was preempted meanwhile may be in another slot, which nothing of it was fed to.
+        here = {(row.rid, row.slot) for row in self.prepared.batch.sampled_rows}
+        return here.issuperset((request.rid, request.slot) for _, request, _ in prepared.batch.pending)
 
     def land(self, entries: Sequence[int] | None = None) -> StepOutput:
         """Wait for the tokens and take them, as `engine.choosing` does where the host chooses.
 
-        entries: of the plan that still count. The blocks of all are cleaned of what is not finite.
+        entries: of the plan that still count. The blocks of all are cleaned of what is not finite; whether
+        others had such is told too, as their blocks may be another's by then.
         """
         batch, kv = self.prepared.batch, self.prepared.kv
         make_current(kv.device)

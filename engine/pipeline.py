@@ -5,9 +5,11 @@ it the step computes on a thread of its own, and the next one is staged meanwhil
 flight and one is staged. Where the tokens are chosen on the device and fed to the next step there, that one
 is launched as soon as it is staged, so that the device never waits for the host; what is known of it on the
 host changes when the one before has landed, as always. Requests that turn out to have ended were computed
-for once more then, and nobody takes what they got. That serves steps that only decode: not where either of
-the two has prompts, drafts, penalties or log-probabilities, nor with copies to make, nor right after a step
-with a request that had ended.
+for once more then, and nobody takes what they got; what that wrote to their blocks lies there before whoever
+has these by now writes his own, and if it was not finite, what was launched behind it is dropped. With
+prompts it is the same, though the host launches each operation of such a step. `Flight.feeds` says which
+steps have to wait for the host. With copies to make they all do: whether these succeed is told before a step
+is launched, and where one does not, nothing that the pool holds is to be trusted.
 
 What a plan assumes is marked when it is launched (or when the step before has landed, if that comes later),
 not when its result is known, so the next plan goes on from there; a plan that is never launched has only
@@ -177,8 +179,9 @@ class Pipeline:
         before, prepared = self._flight, step.prepared
         if not self.overlap or before is None or before.flight is None or prepared is None:
             return
-        # Behind requests that have ended nothing is launched, for their blocks may be another's by then.
-        if before.entries is not None or self._scheduler.has_copies or not before.flight.feeds(prepared):
+        # The one before may still write to blocks of requests that have ended, and are another's now: before
+        # anything that this one does there.
+        if self._scheduler.has_copies or not before.flight.feeds(prepared):
             return
         begin = self._clock_ns()
         self._try_launch(step, prepared)
@@ -247,7 +250,7 @@ class Pipeline:
         step.clock.computed = self._computed_ns = outcome.ended_ns
         if outcome.out is not None:
             self._accept(step, outcome.out)
-            return "doubtful" if any(outcome.out.nonfinite) else "clean"
+            return "doubtful" if any(outcome.out.nonfinite) or outcome.out.dropped_nonfinite else "clean"
         return self._fail(step, outcome.error)
 
     def abandon(self) -> None:

@@ -23,7 +23,7 @@ from engine.converter import Converter
 from engine.current_device import make_current
 from engine.flight import Flight
 from engine.graphs.forward import GraphStep
-from engine.graphs.switch import Graphs
+from engine.graphs.switch import Graphs, Way
 from engine.kv_cache import KVCache, kv_bytes_per_block, storage_dtype
 from engine.kv_scales import KVScales
 from engine.layers.linear import LinearLayer
@@ -353,14 +353,14 @@ class ModelRunner:
         with torch.inference_mode():
             started = time.perf_counter()
             batch = self._builder.build(scheduled)
-            found = self.graphs.step_for(batch, self._attention, kv, self._windowed, self.max_len)
-            replay, missed = (None, found) if isinstance(found, str) else (found, "")
+            way = self.graphs.step_for(batch, self._attention, kv, self._windowed, self.max_len)
+            replay = way.replay
             inputs = self._inputs(batch, kv) if replay is None else None
             traffic = self._traffic.step(batch.rows.num_new, batch.rows.num_computed, len(batch.logit_tokens))
             computed = len(batch.ids) if replay is None else replay.shape.tokens
             kernels = self._kernels(self._linear_kernels(computed), replay)
             took = time.perf_counter() - started
-        return Prepared(batch, inputs, replay, missed, kv, len(scheduled), traffic, kernels, took)
+        return Prepared(batch, inputs, way, kv, len(scheduled), traffic, kernels, took)
 
     def compute(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> StepOutput:
         """Copy blocks, compute the tokens, and choose the next one of each request that lacks no more.
@@ -380,14 +380,13 @@ class ModelRunner:
             started = time.perf_counter()
             until_sampling.start()
             copied = self._host.run(copies, kv, copying) if copies else 0
-            if prepared.missed:
-                self.graphs.counts.misses[prepared.missed] += 1
-            flight = self.launch(prepared)
+            flight = self._launch_replay(prepared)
             if flight is not None:
                 out = flight.land()
                 out.copied_blocks, out.copy_s = copied, copying.elapsed_s() if copies else 0.0
                 return out
             out.copied_blocks = copied
+            self._note_missed(prepared)
             forward.start()
             logits = self._logits(prepared, forward.start)
             forward.stop()
@@ -407,12 +406,27 @@ class ModelRunner:
         return out
 
     def launch(self, prepared: Prepared) -> Flight | None:
-        """Begin a step whose tokens are chosen in its graph, and wait for nothing.
+        """Begin a step whose tokens are chosen on the device, and wait for nothing.
 
-        It is filled, or the step launched before it `feeds` it. None if its tokens are chosen elsewhere, or
-        if its graph could not be captured: then `compute` it.
+        It is filled, or the step launched before it `feeds` it. None if its tokens are chosen elsewhere: then
+        `compute` it.
         """
-        replay = prepared.replay
+        flight = self._launch_replay(prepared)
+        direct = prepared.way.direct
+        if flight is not None or direct is None:
+            return flight
+        assert prepared.inputs is not None  # a graph that ends with the logits leaves the choice to the host
+        make_current(self.device)
+        self._note_missed(prepared)
+        with torch.inference_mode():
+            forward = Timer(self.device)
+            chosen = direct.forward.launch(prepared.batch, direct.choice, prepared.inputs, forward.start)
+            forward.stop()
+        return Flight(prepared, chosen, forward)
+
+    def _launch_replay(self, prepared: Prepared) -> Flight | None:
+        """Replay a step with the choice of its tokens; None if it cannot be, then it has its inputs."""
+        replay = prepared.way.replay
         if replay is None or not replay.chooses:
             return None
         if not (prepared.batch.filled or replay.shape.feeds):
@@ -455,7 +469,7 @@ class ModelRunner:
 
         ``begins`` is called again once a step that is replayed is ready to be sent.
         """
-        replay = prepared.replay
+        replay = prepared.way.replay
         if replay is not None:
             logits = replay.forward.logits(prepared.batch, replay, begins)
             if logits is not None:
@@ -465,10 +479,15 @@ class ModelRunner:
         return self.forward(prepared, prepared.inputs.wanted)
 
     def _go_without(self, prepared: Prepared) -> None:
-        """Let a step that was to be replayed run by itself."""
-        prepared.replay = None
+        """Let a step that was to be replayed run by itself. It was counted where it could not be."""
+        prepared.way = Way(direct=prepared.way.direct)
         prepared.inputs = self._inputs(prepared.batch, prepared.kv)
         prepared.kernels = self._kernels(self._linear_kernels(len(prepared.batch.ids)))
+
+    def _note_missed(self, prepared: Prepared) -> None:
+        """Count a step that is not replayed."""
+        if prepared.way.missed:
+            self.graphs.counts.misses[prepared.way.missed] += 1
 
     def _inputs(self, batch: Batch, kv: KVCache) -> Inputs:
         """What a step runs with that is not replayed."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention import AttentionPlan
 from engine.batch import Batch
-from engine.graphs.forward import GraphStep
+from engine.graphs.switch import Way
 from engine.kv_cache import KVCache
 from engine.traffic import StepTraffic
 from ipc.messages import TokenLogprob
@@ -46,9 +46,11 @@ class StepOutput:
     kv_bytes: int = 0
     flops: int = 0
     kernels: str = "none"
+    dropped_nonfinite: bool = False  # whether that was so of any request that `keep` dropped
 
     def keep(self, entries: Sequence[int]) -> None:
         """Drop what belongs to other requests than these."""
+        self.dropped_nonfinite = sum(self.nonfinite) > sum(self.nonfinite[i] for i in entries)
         for name in ("token_ids", "logprobs", "nonfinite", "accepted"):
             found = getattr(self, name)
             setattr(self, name, [found[i] for i in entries])
@@ -73,14 +75,12 @@ class Inputs:
 class Prepared:
     """A step that is ready but for the tokens still pending when it was prepared.
 
-    ``inputs`` is what it runs with, ``replay`` the graph that it is replayed from instead, ``missed`` why
-    there is none while graphs are on.
+    ``way`` is how it is computed, ``inputs`` what it runs with where it is not replayed.
     """
 
     batch: Batch
     inputs: Inputs | None
-    replay: GraphStep | None
-    missed: str
+    way: Way
     kv: KVCache
     num_entries: int  # of the plan
     traffic: StepTraffic

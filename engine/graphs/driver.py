@@ -46,6 +46,10 @@ class Driver(Protocol):
         """Copy to the host, on the current stream."""
         ...
 
+    def run(self, body: Callable[[], None]) -> None:
+        """Launch what ``body`` launches, on the current stream."""
+        ...
+
     def capture(self, body: Callable[[], None]) -> Captured:
         """Run ``body``, so that everything it launches is loaded, and then capture what it launches.
 
@@ -99,6 +103,9 @@ class _CudaDriver:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
         event.record(torch.cuda.current_stream(self._device))
         return _Arrival(event)
+
+    def run(self, body: Callable[[], None]) -> None:
+        body()
 
     def capture(self, body: Callable[[], None]) -> Captured:
         current = torch.cuda.current_stream(self._device)

@@ -17,8 +17,9 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionPlan, Ints, Rows
 from engine.batch import Batch
 from engine.graphs.choosing import GraphChooser, awaited
-from engine.graphs.driver import Arrival, Captured, Driver
-from engine.graphs.memory import SharedRows, result_words, split_result
+from engine.graphs.direct import DirectForward
+from engine.graphs.driver import Captured, Driver
+from engine.graphs.memory import Chosen, SharedRows, result_words, split_result
 from engine.graphs.rejecting import place_proposals
 from engine.graphs.shapes import ROWS, GraphShape, Kind, shape_of
 from engine.kv_cache import KVCache
@@ -79,36 +80,6 @@ class _Entry:
         return held[:n], held[n : 2 * n], held[2 * n : 3 * n], held[3 * n : self.split], held[self.split :]
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """What a step came to, on the host: an id for each token, -1 where its logits were not finite, and
-    whether the token was, bool [tokens]. Where drafts were drawn, how many tokens of each request's stay, and
-    what follows these.
-    """
-
-    ids: list[int]
-    finite: Tensor
-    accepted: list[int]
-    own: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The tokens of a replayed step, on their way to the host."""
-
-    arrival: Arrival
-    result: Tensor
-    shape: GraphShape
-    count: int
-
-    def read(self) -> Tokens:
-        """Waits for them. They have to be read before the step after next is launched."""
-        self.arrival.wait()
-        ids, finite, judged = split_result(self.result, self.shape)
-        accepted, own = judged.tolist()
-        return Tokens(ids[: self.count].tolist(), finite[: self.count].bool(), accepted, own)
-
-
 class GraphedForward:
     """Captures a shape when it is first met, within a budget, and replays it from then on.
 
@@ -140,6 +111,8 @@ class GraphedForward:
         self._spec = spec
         self._driver = driver
         self._chooser = chooser
+        self.direct = None if chooser is None else DirectForward(decoder, kv, driver, chooser)
+        """Launches steps that are not replayed; None where kernels choose no tokens."""
         self._max_blocks = max_blocks
         self._budget = budget_bytes
         self._entries: dict[GraphShape, _Entry] = {}
@@ -207,7 +180,9 @@ class GraphedForward:
         if entry is None:
             return None
         result = entry.results[entry.turn]
-        return Chosen(self._driver.fetch(entry.chosen, result), result, step.shape, len(batch.ids))
+        arrival, count = self._driver.fetch(entry.chosen, result), len(batch.ids)
+        ids, finite, judged = split_result(result, entry.shape)
+        return Chosen(arrival, ids[:count], finite[:count], judged)
 
     def _replay(self, batch: Batch, shape: GraphShape, begins: Callable[[], None]) -> _Entry | None:
         entry = self._entries.get(shape) or self._capture(shape)

@@ -1,11 +1,45 @@
-"""Memory that graphs share, and where in theirs the results of a step lie."""
+"""Memory that graphs share, where in theirs the results of a step lie, and how these come to the host."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.graphs.driver import Arrival
 from engine.graphs.shapes import GraphShape
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a step came to, on the host.
+
+    ``ids``: one for each place that logits were wanted of, -1 where they were not finite. finite: bool
+    [tokens], of every token. Where drafts were drawn, how many tokens of each request's stay, and what
+    follows these.
+    """
+
+    ids: list[int]
+    finite: Tensor
+    accepted: list[int]
+    own: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The tokens of a launched step, on their way to the host: see `Tokens`."""
+
+    arrival: Arrival
+    ids: Tensor
+    finite: Tensor
+    judged: Tensor  # [2, requests], of drafts that were drawn
+
+    def read(self) -> Tokens:
+        """Waits for them. They have to be read before the step after next is launched."""
+        self.arrival.wait()
+        accepted, own = self.judged.tolist()
+        return Tokens(self.ids.tolist(), self.finite.bool(), accepted, own)
 
 
 class SharedRows:

@@ -33,7 +33,7 @@ class GraphShape:
     @property
     def feeds(self) -> bool:
         """Whether the next step of such a shape can take the tokens chosen in it from the device."""
-        return self.kind == "tokens" and self.queries == 1
+        return self.kind != "logits" and self.queries == 1
 
     @property
     def tokens(self) -> int:

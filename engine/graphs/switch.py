@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch
 from engine.graphs.choosing import GraphChooser
+from engine.graphs.direct import DirectStep
 from engine.graphs.driver import Driver, make_driver, probe
 from engine.graphs.forward import Capturable, GraphCounts, GraphedForward, GraphStep
 from engine.kv_cache import KVCache
@@ -21,6 +23,17 @@ from engine.speculation.verify import DraftSampler
 from ipc.messages import GraphUse
 
 BUDGET_BYTES = 1 << 30  # of device memory for graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a step is computed: replayed, or by itself, ``missed`` saying in a word why: "" while graphs are
+    off. ``direct``: how its tokens are chosen on the device then.
+    """
+
+    replay: GraphStep | None = None
+    missed: str = ""
+    direct: DirectStep | None = None
 
 
 class Graphs:
@@ -79,15 +92,19 @@ class Graphs:
 
     def step_for(
         self, batch: Batch, attention: AttentionBackend, kv: KVCache, spec: ModelSpec, max_len: int
-    ) -> GraphStep | str:
-        """How a step is to be replayed, or in a word why it has to run by itself: "" while this is off.
+    ) -> Way:
+        """How a step is to be computed.
 
         spec: with the windows that are in force. max_len: of a request, in tokens.
         """
         if self._driver is None:
-            return ""
+            return Way()
         forward = self._forward_for(attention, kv, spec, max_len)
-        return forward if isinstance(forward, str) else forward.step_for(batch)
+        if isinstance(forward, str):
+            return Way(missed=forward)
+        found = forward.step_for(batch)
+        direct = None if forward.direct is None else forward.direct.step_for(batch)
+        return Way(None, found, direct) if isinstance(found, str) else Way(found, "", direct)
 
     def warm_up(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.attention import AttentionPlan, Rows
 from engine.attention.base import Ints, Needs, ToDevice
 from engine.attention.naive import NaiveAttention
-from engine.draw import U64s
+from engine.draw import U64s, inverse_cdf, uniform
 from engine.graphs.choosing import CHOICE_WORDS
 from engine.graphs.driver import Arrival
 from engine.kv_cache import KVCache
@@ -22,7 +22,8 @@ from engine.layers.rope import RotaryTable, rotate_
 from engine.models.spec import ModelSpec
 from engine.ops.base import Ops, StoreStep
 from engine.ops.plain import PLAIN
-from engine.penalties import Occurrences
+from engine.penalties import Occurrences, penalize
+from engine.sampling import GREEDY_BELOW
 from ipc.messages import Sampling
 
 GRAPH_BYTES = 1 << 20
@@ -84,6 +85,9 @@ class FakeDriver:
         self._queue.append(act)
         if not self.lazy:
             self.drain()
+
+    def run(self, body: Callable[[], None]) -> None:
+        self.launch(body)
 
     def await_more(self, count: int) -> None:
         """So many copies to the host more are under way."""
@@ -223,3 +227,63 @@ class GreedySampling:
         positions: U64s,
     ) -> tuple[list[int], list[int]]:
         raise NotImplementedError
+
+    def probabilities_packed(self, scores: Tensor, packed: Tensor, out: Tensor) -> None:
+        raise NotImplementedError
+
+    def reject_packed(
+        self,
+        target: Tensor,
+        proposal: Tensor,
+        tokens: Tensor,
+        cu: Tensor,
+        finite: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        accepted: Tensor,
+        own: Tensor,
+    ) -> None:
+        raise NotImplementedError
+
+
+class TorchSampling(GreedySampling):
+    """Draws by temperature and penalizes, as kernels do, in far less time than their interpreter takes."""
+
+    name = "torch"
+
+    def choose(self, scores: Tensor, settings: Sequence[Sampling], seeds: U64s, positions: U64s) -> Tensor:
+        ids = torch.empty(len(scores), dtype=torch.int64)
+        packed = self.pack(settings, seeds, positions, len(settings))
+        self.choose_packed(scores, torch.from_numpy(packed), ids)
+        return ids
+
+    def pack(self, settings: Sequence[Sampling], seeds: U64s, positions: U64s, rows: int) -> Ints:
+        assert all(each.top_k == 0 and each.top_p == 1.0 and each.min_p == 0.0 for each in settings)
+        words = np.zeros((CHOICE_WORDS, rows), dtype=np.int64)
+        count = len(settings)
+        words[0, :count], words[1, :count] = seeds.view(np.int64), positions.view(np.int64)
+        words[2, :count] = np.array([each.temperature for each in settings]).view(np.int64)
+        return words
+
+    def choose_packed(self, scores: Tensor, packed: Tensor, ids: Tensor) -> None:
+        best, at = scores.max(dim=1)
+        temperature = packed[2].contiguous().view(torch.float64)
+        seeds, positions = (each.numpy().view(np.uint64) for each in packed[:2])
+        flat = (scores.nan_to_num().double() / temperature.clamp(min=GREEDY_BELOW).unsqueeze(1)).softmax(-1)
+        drawn = inverse_cdf(flat, torch.from_numpy(uniform(seeds, positions)))
+        ids.copy_(torch.where(temperature < GREEDY_BELOW, at, drawn).where(best.isfinite(), -1))
+
+    def penalize(self, scores: Tensor, found: Occurrences) -> None:
+        penalize(scores, found)
+
+    def penalize_packed(
+        self, scores: Tensor, cu: Tensor, tokens: Tensor, counts: Tensor, each: Tensor, *, max_tokens: int
+    ) -> None:
+        sizes = cu.diff().long()
+        row_of, used = torch.arange(len(scores)).repeat_interleave(sizes), int(cu[-1])
+        token_of, count = tokens[:used].long(), counts[:used].float()
+        repetition, presence, frequency = each[:, row_of]
+        values = scores[row_of, token_of]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        off = frequency * count + torch.where(count > 0, presence, 0.0)
+        scores[row_of, token_of] = values - off

@@ -41,13 +41,13 @@ def _no_thread_stays() -> Iterator[None]:
         ENGINES.pop().core.pipeline.stop()
 
 
-def feeding(**options: Any) -> Engine:
+def feeding(sampling: type[GreedySampling] = GreedySampling, **options: Any) -> Engine:
     """An engine whose graphs choose the tokens."""
     engine = Engine(expected_of("llama").loaded, **{"overlap": True, **options})
     ENGINES.append(engine)
     runner = engine.core.runner
     runner._attention, runner.decoder.ops = StaticAttention(), CAPTURABLE
-    runner.sampler.fused = GreedySampling()
+    runner.sampler.fused = sampling()
     runner.graphs.switch(True)
     # Every change sets them again, to what the knobs say.
     keep: Any = lambda _: None  # noqa: E731
@@ -74,7 +74,8 @@ def test_steps_are_launched_before_tokens_are_read(
     lazy: FakeDriver, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A01: the reference's ids. Shapes shrink as requests end by length, which is known beforehand: the next
-    step goes without them, is captured in between and gets its tokens all the same."""
+    step goes without them, is captured in between and gets its tokens all the same. The first step that
+    decodes is launched behind the prompts' own."""
     expected = expected_of("llama")
     engine = feeding(overlap=overlap)
     found = ahead(engine, monkeypatch)
@@ -88,7 +89,7 @@ def test_steps_are_launched_before_tokens_are_read(
         assert engine.ids(rid) == expected.ids[i][:n]
     assert lazy.most_awaited == (2 if overlap else 1)
     decoding = [s.decode_reqs for s in engine.heard.steps if "+sample" in s.kernels]
-    assert found == (decoding[1:] if overlap else [])
+    assert found == (decoding if overlap else [])
     assert {1, 2, 3} == set(decoding)
     assert all(row.computed_tok == row.prompt_tok + row.output_tok - 1 for row in rows_of(engine))
 
@@ -99,7 +100,7 @@ def rows_of(engine: Engine) -> list[Any]:
 
 def test_who_ends_meanwhile_gets_nothing_more(lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A08: by a stop id, which the host learns of when the next step is launched already: its row there goes
-    to nobody, the others take theirs, and the step behind waits for that one's end."""
+    to nobody, the others take theirs, and the step behind waits for that one's end no more than others."""
     expected = expected_of("llama")
     engine = feeding(prefix_cache=False)
     found = ahead(engine, monkeypatch)
@@ -116,7 +117,80 @@ def test_who_ends_meanwhile_gets_nothing_more(lazy: FakeDriver, monkeypatch: pyt
     assert all(row.computed_tok == row.prompt_tok + row.output_tok - 1 for row in rows_of(engine))
     replayed = [s for s in engine.heard.steps if "+sample" in s.kernels]
     assert sum(s.decode_tok for s in replayed) == sum(s.output_tok for s in replayed)
-    assert len(found) == len(replayed) - 2  # the first, and the one behind the row of nobody
+    assert len(found) == len(replayed)  # behind the prompts' too, and behind the row of nobody
+
+
+def test_prompts_in_chunks_feed_and_are_fed(lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A01, A05: every step but the first is launched before the one before it is read, whether it has prompts
+    or only decodes: who came first decodes beside the chunks of the others."""
+    expected = expected_of("llama")
+    engine = feeding(prefix_cache=False, prefill_chunk_tokens=16, max_num_batched_tokens=24)
+    found = ahead(engine, monkeypatch)
+    rids = [engine.submit(expected.prompts[i], PLAIN) for i in (1, 3, 4)]
+    engine.run()
+    assert [engine.ids(rid) for rid in rids] == [expected.ids[i][:COUNT] for i in (1, 3, 4)]
+    steps = engine.heard.steps
+    assert found == [step.prefill_reqs + step.decode_reqs for step in steps[1:]]
+    assert sum(step.prefill_reqs > 0 and step.decode_reqs > 0 for step in steps) > 3
+    assert engine.core.runner.graphs.counts.misses["prefill"] == sum(step.prefill_reqs > 0 for step in steps)
+
+
+def test_who_comes_back_in_another_slot_waits(lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A11: preempted while its token is computed and admitted again at once, behind that step: the token was
+    put down for the slot that it had."""
+    expected = expected_of("llama")
+    engine = feeding(prefix_cache=False)
+    core = engine.core
+    first = engine.submit(expected.prompts[3], Sampling(max_tokens=2, ignore_eos=True))
+    rids = [engine.submit(expected.prompts[i], PLAIN) for i in (1, 2)]
+    while first not in engine.heard.done:
+        core.step()
+    victim = core.scheduler.running[0]
+    slot = victim.slot
+    assert victim.num_pending
+    core.answers.note_preempted([core.scheduler.preempt(victim, core.clock_ns())])
+    core.step()
+    assert victim.slot not in (slot, -1)
+    engine.run()
+    assert [engine.ids(rid) for rid in rids] == [expected.ids[i][:COUNT] for i in (1, 2)]
+
+
+def test_what_nobody_gets_takes_the_step_behind_with_it_where_it_is_not_finite(
+    lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A25: keys that are not finite, written for a request that had ended, may lie in another's block by now:
+    what was launched behind is computed again, once they are gone."""
+    expected = expected_of("llama")
+    engine = feeding(prefix_cache=False)
+    runner, pipeline, stop = engine.core.runner, engine.core.pipeline, expected.ids[2][4]
+    forward, forgo, poisoned, forgone = runner.decoder.forward, pipeline.forgo, [0], []
+
+    def poisoning(ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, *rest: Any) -> Any:
+        logits = forward(ids, positions, slots, *rest)
+        bad = (ids == stop) & (positions == len(expected.prompts[2]) + 4)
+        if bad.any():
+            assert runner.decoder.finite is not None
+            assert runner.kv is not None
+            poisoned[0] += 1
+            runner.decoder.finite = runner.decoder.finite & ~bad
+            at = slots[bad]
+            runner.kv.paged[0][at // runner.kv.block_size] = math.nan
+        return logits
+
+    monkeypatch.setattr(runner.decoder, "forward", poisoning)
+    monkeypatch.setattr(pipeline, "forgo", lambda step: (forgone.append(step), forgo(step))[1])
+    rids = [
+        engine.submit(expected.prompts[i], Sampling(max_tokens=9, ignore_eos=True, stop_token_ids=stops))
+        for i, stops in ((1, []), (2, [stop]), (3, []))
+    ]
+    engine.run()
+    assert poisoned == [1]
+    assert [len(step.plan.scheduled) for step in forgone if step.flight is not None] == [2]
+    assert [engine.ids(rid) for rid in rids] == [
+        expected.ids[1][:9], expected.ids[2][:5], expected.ids[3][:9]
+    ]  # fmt: skip
+    assert runner.kv is not None
+    assert all(bool(paged.isfinite().all()) for paged in runner.kv.paged)
 
 
 def test_a_miss_counts_once_however_often_its_step_is_prepared(

@@ -1,0 +1,90 @@
+"""Steps that are not replayed, their tokens chosen on the device all the same: launched first, read later.
+
+Prompts have too many lengths to capture a graph of each, so the host launches each operation of such a step.
+The choice of its tokens follows on the device as in a graph, and is fed to the next step there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.batch import Batch
+from engine.graphs.choosing import GraphChooser, awaited
+from engine.graphs.driver import Driver
+from engine.graphs.memory import Chosen
+from engine.graphs.shapes import GraphShape
+from engine.kv_cache import KVCache
+from engine.models.decoder import Decoder
+from engine.native import forward_pass
+
+if TYPE_CHECKING:
+    from engine.step import Inputs
+
+
+class DirectForward:
+    """Launches steps with the choice of their tokens, as long as its `GraphedForward` holds."""
+
+    def __init__(self, decoder: Decoder, kv: KVCache, driver: Driver, chooser: GraphChooser) -> None:
+        self._decoder = decoder
+        self._kv = kv
+        self._driver = driver
+        self._chooser = chooser
+
+    def step_for(self, batch: Batch) -> DirectStep | None:
+        """How a step's tokens are chosen on the device, None if that takes the host.
+
+        With drafts nobody knows which place the newest token comes from; for other reasons see
+        `GraphChooser.kind_of`.
+        """
+        if any(batch.drafts):
+            return None
+        count = len(batch.sampled)
+        kind, _ = self._chooser.kind_of(batch, count)
+        return None if kind == "logits" else DirectStep(self, GraphShape(count, 1, kind))
+
+    def launch(self, batch: Batch, choice: GraphShape, inputs: Inputs, begins: Callable[[], None]) -> Chosen:
+        """Compute a step and choose its tokens; the host waits for nothing.
+
+        Tokens that it lacks are those that the step launched before it chooses. ``begins`` is called when it
+        is ready to be sent.
+        """
+        tokens, count = len(batch.ids), choice.tokens
+        host, result = (
+            self._driver.host(n) for n in (tokens + self._chooser.num_words(choice), count + tokens)
+        )
+        words = host.numpy()
+        words[:tokens] = batch.ids
+        for at, request, _ in batch.pending:
+            words[at] = awaited(request.slot)
+        self._chooser.fill(words[tokens:], choice, batch)
+        device, chosen = (torch.empty_like(each, device=self._kv.device) for each in (host, result))
+        chooser, decoder = self._chooser, self._decoder
+
+        def body() -> None:
+            known = chooser.feed(device[:tokens], choice)
+            with forward_pass():
+                logits = decoder.forward(
+                    known, inputs.positions, inputs.slots, inputs.attention, self._kv, inputs.wanted
+                )
+            assert decoder.finite is not None
+            chosen[count:].copy_(decoder.finite)
+            if count:
+                chooser.choose(logits, device[tokens:], choice, chosen[:count])
+
+        begins()
+        self._driver.send(host, device)
+        self._driver.run(body)
+        arrival = self._driver.fetch(chosen, result)
+        return Chosen(arrival, result[:count], result[count:], result.new_empty(2, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class DirectStep:
+    """How a prepared step's tokens are chosen on the device where it is not replayed."""
+
+    forward: DirectForward
+    choice: GraphShape
