@@ -19,26 +19,42 @@ SPARE_TIES = 32  # equals at the border of top_k that are looked for among the m
 MAX_ROUNDS = 32  # of drawing for top-p; then the row's most likely token is taken
 
 U64s = NDArray[np.uint64]
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
-_ROUND = np.uint64(0xD1B54A32D192ED03)  # odd, so that rounds start apart
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+# Of Philox 4x32: what words 0 and 2 of the counter are multiplied by, and by how much the key has grown
+# in each round.
+_FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+_GROWTH = np.array([[[i * 0x9E3779B9], [i * 0xBB67AE85]] for i in range(10)], dtype=np.uint64)
 
 
 def uniform(seeds: U64s, positions: U64s, draw: int = 0) -> NDArray[np.float64]:
-    """One number in [0, 1) for each pair of seed and position: 53 bits of a mix of both.
+    """One number in [0, 1) for each pair of seed and position: 53 bits of Philox 4x32-10.
 
-    The mix is the output function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) applied to the seed, and
-    again with the position added as the number of steps. ``draw`` numbers further numbers of the same pair.
+    The key is the seed, the counter the position and ``draw``, which numbers further numbers of the same
+    pair and is below 2^32.
     """
-    with np.errstate(over="ignore"):
-        state = _mix(seeds + _GAMMA + np.uint64(draw) * _ROUND)
-        bits = _mix(state + (positions + np.uint64(1)) * _GAMMA) >> np.uint64(11)
+    even, odd = np.zeros((2, len(seeds)), dtype=np.uint64), np.zeros((2, len(seeds)), dtype=np.uint64)
+    np.bitwise_and(positions, _LOW, even[0])
+    np.right_shift(positions, _HALF, odd[0])
+    even[1] = draw
+    philox(even, odd, np.array((seeds & _LOW, seeds >> _HALF)))
+    bits: U64s = (odd[0] << _HALF | even[0]) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
 
 
-def _mix(z: U64s) -> U64s:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def philox(even: U64s, odd: U64s, key: U64s) -> None:
+    """Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011) in place: counters become what follows from them.
+
+    even, odd: [2, n], words 0 and 2, and words 1 and 3 of each counter; key: [2, n]. All hold 32 bits. It
+    runs with every step on the host, and for few rows: what counts is how often a round calls numpy.
+    """
+    product = np.empty_like(even)
+    crossed = product[::-1]  # what comes of word 0 goes on in word 2 and the other way around
+    for round_key in (key + _GROWTH) & _LOW:
+        np.multiply(even, _FACTORS, product)
+        np.right_shift(crossed, _HALF, even)
+        np.bitwise_xor(even, odd, even)
+        np.bitwise_xor(even, round_key, even)
+        np.bitwise_and(crossed, _LOW, odd)
 
 
 def max_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -164,6 +164,54 @@ def test_ends_of_the_unit_interval_hit_tokens_that_have_weight() -> None:
     assert draw.inverse_cdf(weights, u).tolist() == [2, 4, 4]
 
 
+KNOWN = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+"""Counter, key and result of the known answers that come with Random123 for philox4x32-10."""
+
+
+def words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+def philox_by_definition(counter: list[int], key: list[int]) -> list[int]:
+    """Philox 4x32-10 in Python's own integers, as the paper writes it down."""
+    a, b, c, d = counter
+    for i in range(10):
+        left, right = (
+            k + i * grows & 0xFFFFFFFF for k, grows in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
+        )
+        (high_a, low_a), (high_c, low_c) = divmod(a * 0xD2511F53, 2**32), divmod(c * 0xCD9E8D57, 2**32)
+        a, b, c, d = high_c ^ b ^ left, low_c, high_a ^ d ^ right, low_a
+    return [a, b, c, d]
+
+
+def test_philox_gives_the_known_answers() -> None:
+    counters, keys, results = (
+        np.array([words(row[i]) for row in KNOWN], dtype=np.uint64).T for i in range(3)
+    )
+    even, odd = counters[::2].copy(), counters[1::2].copy()
+    draw.philox(even, odd, keys)
+    assert (even.tolist(), odd.tolist()) == (results[::2].tolist(), results[1::2].tolist())
+    assert [philox_by_definition(words(c), words(k)) for c, k, _ in KNOWN] == [words(r) for _, _, r in KNOWN]
+
+
+def test_a_uniform_number_is_53_bits_of_philox_by_seed_position_and_draw() -> None:
+    """The key is the seed, the counter the position and the draw, low halves first, and all bits count."""
+    pairs = [(0, 0), (2**64 - 1, 2**63 - 1), (2**32, 0), (0, 2**32), (0x0123456789ABCDEF, 0x1EDCBA9876543210)]
+    seeds, positions = np.array(pairs, dtype=np.uint64).T.copy()
+    for number in (0, 65, 2**32 - 1):
+        expected = []
+        for seed, position in pairs:
+            counter = [position % 2**32, position >> 32, number, 0]
+            low, high, _, _ = philox_by_definition(counter, [seed % 2**32, seed >> 32])
+            expected.append((high << 32 | low) >> 11)
+        assert (draw.uniform(seeds, positions, number) * 2.0**53).tolist() == expected
+    assert draw.uniform(seeds[:0], positions[:0]).shape == (0,)
+
+
 def test_uniform_numbers_are_even_and_differ_by_seed_position_and_draw() -> None:
     positions = np.arange(100_000, dtype=np.uint64)
     for seed in (0, 1, 2**53 - 1):

@@ -37,8 +37,8 @@ def as_int64(numbers: np.ndarray[Any, np.dtype[np.uint64]]) -> Tensor:
 
 @pytest.mark.parametrize("stream", [0, 1, 31, ACCEPT, RESIDUAL])
 def test_random_numbers_are_those_of_the_engine_bit_for_bit(stream: int) -> None:
-    seeds = np.array([0, 1, 7, BIG, 2**63, 123456789012345, 3, 3], dtype=np.uint64)
-    positions = np.array([0, 0, 5, 9, 2**40, 17, 100, 101], dtype=np.uint64)
+    seeds = np.array([0, 1, 7, BIG, 2**63, 123456789012345, 2**32 - 1, 3], dtype=np.uint64)
+    positions = np.array([0, 0, 5, 2**31, 2**40, 2**63 - 1, 100, 2**32 - 1], dtype=np.uint64)
     out = poisoned(8, dtype=torch.float64)
     _uniform_all[(1,)](as_int64(seeds), as_int64(positions), out, stream, 8)
     assert out.cpu().numpy().tolist() == draw.uniform(seeds, positions, stream).tolist()
