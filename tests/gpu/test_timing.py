@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.gpu.check import ceilings, correctness
-from tests.gpu.check.cases import Case
+from tests.gpu.check.case import Case
 from tests.gpu.check.settings import Settings
 from tests.gpu.check.timing import MIN_NODES, Timer
 

@@ -19,7 +19,10 @@ from engine.kernels.sample import sample
 from tests.engine.kernels.support import poisoned, randn
 from tests.engine.kernels.test_paged_attention import step
 from tests.gpu.check import backends
-from tests.gpu.check.cases import BF16, TINY, Case, Outputs, Sizes, attend, cases, draws, hopper
+from tests.gpu.check.case import BF16, TINY, Case, Outputs, Sizes
+from tests.gpu.check.cases import cases
+from tests.gpu.check.cases_layers import attend, hopper
+from tests.gpu.check.cases_sampling import draws
 from tests.gpu.check.context import Context
 
 

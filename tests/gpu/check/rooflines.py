@@ -27,7 +27,8 @@ from engine.kernels.weight_only_gemm import pack
 from engine.layers.precision.quantize import quantize_fp8, quantize_int4, quantize_int8
 from engine.layers.rope import RotaryTable
 from engine.models.rope import RopeSpec
-from tests.gpu.check.cases import BF16, Sizes, hopper
+from tests.gpu.check.case import BF16, Sizes
+from tests.gpu.check.cases_layers import hopper
 from tests.gpu.check.context import Context
 from tests.gpu.check.correctness import sizes
 from tests.gpu.check.timing import Work

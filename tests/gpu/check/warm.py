@@ -40,7 +40,8 @@ def run(context: Context) -> dict[str, Any]:
 
 def first_runs(tiny: bool, names: list[str]) -> dict[str, float | str]:
     """Run cases once, in a process of its own: the seconds of each, or what it failed with."""
-    from tests.gpu.check.cases import TINY, Sizes, cases
+    from tests.gpu.check.case import TINY, Sizes
+    from tests.gpu.check.cases import cases
 
     makers, found = cases(TINY if tiny else Sizes()), {}
     for name in names:
