@@ -56,9 +56,14 @@ def _add_rmsnorm(
     if KIND == "none":
         tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
     else:
+        # Rounded as it would be where it is written out, so that fusing changes nothing.
+        out = out.to(residual.dtype.element_ty).to(tl.float32)
         s = row_scale(out, KIND)
         tl.store(scale + row, s)
-        tl.store(y + at, encode(tl.div_rn(out, s), KIND, NATIVE), mask=inside)
+        # How many numbers lie in a thread, and with it in which order squares are added up, shall not follow
+        # from what is written: no more of them in a row than are read at once.
+        to = tl.max_contiguous(y + at, 128 // residual.dtype.element_ty.primitive_bitwidth)
+        tl.store(to, encode(tl.div_rn(out, s), KIND, NATIVE), mask=inside)
 
 
 def add_rmsnorm(
@@ -68,6 +73,7 @@ def add_rmsnorm(
 
     x (None: nothing is added), residual: [tokens, hidden], contiguous. y: the same shape and dtype, or 8 bits
     (int8, or uint8 for e4m3) with ``scale`` float32 [tokens]: a code times its token's scale is the number.
+    Those are, to the last bit, what `engine.kernels.quantize` makes of y in residual's dtype.
     """
     tokens, hidden = residual.shape
     block = next_power_of_2(hidden)

@@ -47,6 +47,8 @@ def _silu_mul(
     if KIND == "none":
         tl.store(to, out.to(y.dtype.element_ty), mask=inside)
     else:
+        # Rounded as it would be where it is written out, so that fusing changes nothing.
+        out = out.to(gate_up.dtype.element_ty).to(tl.float32)
         s = row_scale(out, KIND)
         tl.store(scale + row, s)
         tl.store(to, encode(tl.div_rn(out, s), KIND, NATIVE), mask=inside)
@@ -55,7 +57,8 @@ def _silu_mul(
 def silu_mul(gate_up: Tensor, y: Tensor, scale: Tensor | None = None) -> Launch:
     """``y = silu(gate) * up`` for gate_up [tokens, 2 * n], the gates first; all contiguous.
 
-    y: [tokens, n] of the same dtype, or 8 bits (int8, or uint8 for e4m3) with ``scale`` float32 [tokens].
+    y: [tokens, n] of the same dtype, or 8 bits (int8, or uint8 for e4m3) with ``scale`` float32 [tokens]:
+    to the last bit what `engine.kernels.quantize` makes of y in gate_up's dtype.
     """
     tokens, cols = y.shape
     kind = kind_of(y.dtype)

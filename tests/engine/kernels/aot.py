@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -49,6 +50,7 @@ class Compiled:
     tensor_core: str  # the instruction, "" for none
     wide_loads: int  # instructions that load 128 bits from global memory
     wide_in_loops: int  # of them, those that are run again and again
+    squares: str  # how a norm adds them up, "" for what is none: equal words are equal sums
     seconds: float
 
 
@@ -76,6 +78,7 @@ def compile_for(name: str, launch: Launch, arch: int) -> Compiled:
         tensor_core=tensor_core.group(1) if tensor_core else "",
         wide_loads=len(_wide_loads(sass)),
         wide_in_loops=sum(any(low < at < high for low, high in loops) for at in _wide_loads(sass)),
+        squares=_squares(kernel.asm["ttgir"], sass),
         seconds=time.perf_counter() - start,
     )
 
@@ -83,6 +86,17 @@ def compile_for(name: str, launch: Launch, arch: int) -> Compiled:
 def _wide_loads(sass: str) -> list[int]:
     """Where in the code 128 bits are loaded from global memory at once."""
     return [found.start() for found in re.finditer(r"\b(?:LDG|LDGSTS)\S*\.128\b|\bUTMALDG", sass)]
+
+
+def _squares(ttgir: str, sass: str) -> str:
+    """How numbers lie in threads where they are added up, and the instructions before the sum's root."""
+    before, root, _ = sass.partition("MUFU.RSQ")
+    added = re.search(r"\}\) : \(tensor<\d+xf32, (#\w+)>\) -> f32", ttgir)
+    if not root or added is None:
+        return ""
+    spread = re.search(rf"^{added.group(1)} = (.*)$", ttgir, re.MULTILINE)
+    used = Counter(re.findall(r"\b(FADD|FFMA|FMUL|SHFL)\b", before))
+    return f"{spread and spread.group(1)} {sorted(used.items())}"
 
 
 def _loops(sass: str) -> list[tuple[int, int]]:

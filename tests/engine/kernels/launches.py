@@ -76,7 +76,7 @@ def _elementwise(model: Sizes) -> Iterator[Case]:
     yield Case(f"add_rmsnorm bf16 {model.name}", add_rmsnorm(x, residual, weight, 1e-5, y))
     large = model is MODELS[0]
     quantizing = add_rmsnorm(x, residual, weight, 1e-5, codes, scale)
-    yield Case(f"add_rmsnorm e4m3 {model.name}", quantizing, archs=(80, 90) if large else (89,))
+    yield Case(f"add_rmsnorm e4m3 {model.name}", quantizing, archs=(80, 90) if large else (89, 90))
     gate_up, y = _empty(TOKENS, 2 * model.intermediate), _empty(TOKENS, model.intermediate)
     codes = _empty(TOKENS, model.intermediate, dtype=torch.uint8)
     yield Case(f"silu_mul bf16 {model.name}", silu_mul(gate_up, y), archs=(90,) if large else (80,))
@@ -85,6 +85,7 @@ def _elementwise(model: Sizes) -> Iterator[Case]:
     )
     quantizing = quantize(y, codes.view(torch.int8), scale)
     yield Case(f"quantize int8 {model.name}", quantizing, archs=(90,) if large else (89,))
+    yield Case(f"quantize e4m3 {model.name}", quantize(y, codes, scale), archs=(80, 90) if large else ())
 
 
 def _pool(model: Sizes, dtype: torch.dtype) -> Tensor:

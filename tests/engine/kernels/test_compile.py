@@ -49,3 +49,15 @@ def test_a_kernel_spills_nothing_and_uses_what_the_card_has(
         assert bool(row["tensor_core"]) == case.has_dot
         if case.has_dot and arch == 90 and case.launch.constants["BLOCK_M"] >= 64:
             assert row["tensor_core"] == "HGMMA", "tiles that a warp group multiplies are left to warps"
+
+
+@pytest.mark.parametrize("model", ["8b", "0.5b"])
+def test_a_norm_is_the_same_sum_whether_it_quantizes_or_not(
+    model: str, compiled: dict[tuple[str, int], dict[str, object]]
+) -> None:
+    """Else what it quantizes would not be, to the last bit, what it writes for others to quantize: in which
+    order a compiler adds numbers up follows from how they lie in threads, and that from what is stored."""
+    quantizing, plain = (compiled[f"add_rmsnorm {kind} {model}", 90]["squares"] for kind in ("e4m3", "bf16"))
+    assert "FFMA" in str(plain)
+    assert "sizePerThread = [8]" in str(plain)
+    assert quantizing == plain

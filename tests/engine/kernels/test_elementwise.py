@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.kernels import quantize, rmsnorm, silu_mul
 from engine.kernels.rmsnorm import add_rmsnorm, reference_add_rmsnorm
@@ -27,16 +28,33 @@ def test_add_rmsnorm_is_its_reference(dtype: torch.dtype, hidden: int, add: bool
     assert_close(y, exact, dtype)
 
 
+def codes_of(y: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What a launch of its own makes of y."""
+    codes, scale = poisoned(*y.shape, dtype=storage), poisoned(len(y), dtype=torch.float32)
+    quantize.quantize(y, codes, scale).run()
+    return codes, scale
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_add_rmsnorm_quantizes_what_it_gives(storage: torch.dtype) -> None:
-    x, residual = (randn(4, 320, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+@pytest.mark.parametrize("add", [True, False])
+def test_add_rmsnorm_quantizes_what_it_gives(storage: torch.dtype, dtype: torch.dtype, add: bool) -> None:
+    """To the last bit as in two launches, with the rounding between them; without one it is the reference."""
+    x, residual = (randn(4, 320, dtype=dtype, seed=seed) for seed in (1, 2))
     x[2], residual[2] = 0.0, 0.0
-    weight = randn(320, dtype=torch.bfloat16, seed=3)
+    weight, kept = randn(320, dtype=dtype, seed=3), residual.clone()
     codes, scale = poisoned(4, 320, dtype=storage), poisoned(4, dtype=torch.float32)
-    add_rmsnorm(x, residual, weight, 1e-6, codes, scale).run()
-    _, exact = reference_add_rmsnorm(None, residual, weight, 1e-6)
-    assert_codes(codes, scale, exact)
+    add_rmsnorm(x if add else None, residual, weight, 1e-6, codes, scale).run()
+    y = poisoned(4, 320, dtype=dtype)
+    add_rmsnorm(x if add else None, kept, weight, 1e-6, y).run()
+    assert torch.equal(residual, kept)
+    expected, expected_scale = codes_of(y, storage)
+    assert torch.equal(codes, expected)
+    assert torch.equal(scale, expected_scale)
     assert not (codes[2] & 0x7F).any()  # 0, with either sign
+    if dtype == torch.float32:
+        _, exact = reference_add_rmsnorm(None, residual, weight, 1e-6)
+        assert_codes(codes, scale, exact)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -48,12 +66,21 @@ def test_silu_mul_is_its_reference(dtype: torch.dtype, cols: int) -> None:
     assert_close(y, silu_mul.reference_silu_mul(gate_up), dtype, factor=2.0)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_silu_mul_quantizes_what_it_gives(storage: torch.dtype) -> None:
-    gate_up = randn(3, 2 * 700, dtype=torch.bfloat16, scale=3.0)
-    codes, scale = poisoned(3, 700, dtype=storage), poisoned(3, dtype=torch.float32)
+@pytest.mark.parametrize("cols", [700, 2500])
+def test_silu_mul_quantizes_what_it_gives(storage: torch.dtype, dtype: torch.dtype, cols: int) -> None:
+    """As the norm does, and also where the launch that does not quantize takes a row in parts."""
+    gate_up = randn(3, 2 * cols, dtype=dtype, scale=3.0)
+    codes, scale = poisoned(3, cols, dtype=storage), poisoned(3, dtype=torch.float32)
     silu_mul.silu_mul(gate_up, codes, scale).run()
-    assert_codes(codes, scale, silu_mul.reference_silu_mul(gate_up))
+    y = poisoned(3, cols, dtype=dtype)
+    silu_mul.silu_mul(gate_up, y).run()
+    expected, expected_scale = codes_of(y, storage)
+    assert torch.equal(codes, expected)
+    assert torch.equal(scale, expected_scale)
+    if dtype == torch.float32:
+        assert_codes(codes, scale, silu_mul.reference_silu_mul(gate_up))
 
 
 @pytest.mark.parametrize("storage", STORAGES)
