@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.config import GIB
 from engine.layers.linear import LinearLayer
 from engine.layers.precision import ActivationStats, Kind, QuantizedWeight, quantize, quantize_int4
+from engine.layers.quantized import AnyRows
 from engine.layout import NoRoom
 from engine.memory import available_bytes, free_bytes
 from engine.models.decoder import Decoder
@@ -40,7 +41,12 @@ class _Watched:
         self.starts, self.read_bytes, self.kernel = linear.starts, linear.read_bytes, linear.kernel
         self._linear, self._look, self._multiply = linear, look, multiply
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def takes_codes(self, rows: int) -> bool:
+        """Never: whoever looks wants the input itself."""
+        return False
+
+    def __call__(self, x: AnyRows) -> Tensor:
+        assert isinstance(x, Tensor)
         self._look(x)
         return self._linear(x) if self._multiply else x.new_zeros((x.shape[0], 0))
 

@@ -30,7 +30,7 @@ from engine.layers.linear import LinearLayer
 from engine.layers.precision import Kind
 from engine.layout import NoRoom
 from engine.models.decoder import Decoder
-from engine.models.linears import LinearMaker, Place, WeightStore
+from engine.models.linears import LinearMaker, Place, TakesCodes, WeightStore
 from engine.models.loader import LoadedModel
 from engine.models.reading import Progress
 from engine.models.spec import ModelSpec
@@ -146,7 +146,7 @@ class ModelRunner:
 
         The number after a linear implementation is the rows from which on it serves.
         """
-        return self._kernels(self.decoder.kernels())
+        return self._kernels(self.decoder.kernels(), self.decoder.takes_codes())
 
     @property
     def weight_bytes(self) -> int:
@@ -358,7 +358,7 @@ class ModelRunner:
             inputs = self._inputs(batch, kv) if replay is None else None
             traffic = self._traffic.step(batch.rows.num_new, batch.rows.num_computed, len(batch.logit_tokens))
             computed = len(batch.ids) if replay is None else replay.shape.tokens
-            kernels = self._kernels(self._linear_kernels(computed), replay)
+            kernels = self._step_kernels(computed, replay)
             took = time.perf_counter() - started
         return Prepared(batch, inputs, way, kv, len(scheduled), traffic, kernels, took)
 
@@ -482,7 +482,7 @@ class ModelRunner:
         """Let a step that was to be replayed run by itself. It was counted where it could not be."""
         prepared.way = Way(direct=prepared.way.direct)
         prepared.inputs = self._inputs(prepared.batch, prepared.kv)
-        prepared.kernels = self._kernels(self._linear_kernels(len(prepared.batch.ids)))
+        prepared.kernels = self._step_kernels(len(prepared.batch.ids))
 
     def _note_missed(self, prepared: Prepared) -> None:
         """Count a step that is not replayed."""
@@ -517,12 +517,13 @@ class ModelRunner:
             raise RuntimeError("no KV pool: call allocate_kv first")
         return self.kv
 
-    def _linear_kernels(self, tokens: int) -> str:
-        return self._linears.kernels[self._linears.index(tokens)]
+    def _step_kernels(self, tokens: int, replay: GraphStep | None = None) -> str:
+        at = self._linears.index(tokens)
+        return self._kernels(self._linears.kernels[at], self._linears.takes_codes[at], replay)
 
-    def _kernels(self, linear: str, replay: GraphStep | None = None) -> str:
+    def _kernels(self, linear: str, codes: TakesCodes, replay: GraphStep | None = None) -> str:
         rest = ",activations=" + str(self.decoder.activation_dtype).removeprefix("torch.")
-        if fused := kernels_of(self.ops):
+        if fused := kernels_of(self.ops, codes):
             rest += f",{fused}"
         if self.sampler.fused is not None:
             rest += f",sample={self.sampler.fused.name}"

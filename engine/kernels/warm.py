@@ -2,8 +2,9 @@
 
 Triton compiles a kernel when it is first launched with sizes it was not compiled for, which takes seconds;
 all requests would stand still meanwhile. A pass of nobody's tokens through the decoder, for each number of
-rows that kernels differ by, compiles all that a step launches, whichever of its parts are fused. What was
-compiled stays on the disk, so that only the first start after an installation takes long.
+rows that kernels differ by, compiles all that a step launches, whichever of its parts are fused. Where fused
+parts quantize for products in 8 bits, a pass without those parts compiles what the products launch instead.
+What was compiled stays on the disk, so that only the first start after an installation takes long.
 
 To be called when a model is loaded, and again when a knob has put other kernels, or another pool, in place.
 Imports no triton.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -24,6 +26,8 @@ from engine.attention.base import AttentionBackend, Ints, Rows
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
+from engine.ops.base import Ops
+from engine.ops.plain import PLAIN
 from engine.penalties import Occurrences
 from engine.sampling import FusedSampling
 from ipc.messages import Sampling
@@ -84,15 +88,23 @@ def _parts(
     vocab_size: int,
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """What there is to run, and its name."""
+
+    def forward(new: int, ops: Ops) -> None:
+        rows, ids, slots = _nobody(new, kv, block)
+        plan = attention.plan(rows, kv, spec, lambda ints: torch.from_numpy(ints).to(kv.device))
+        held, decoder.ops = decoder.ops, ops
+        try:
+            decoder.forward(ids, torch.arange(new, device=kv.device), slots, plan, kv, None)
+        finally:
+            decoder.ops = held
+
     lengths = attention.lengths(spec, kv) if isinstance(attention, Compiled) else (1,)
-    for new in sorted({*lengths, *PRODUCT_ROWS}):
-
-        def forward(new: int = new) -> Tensor:
-            rows, ids, slots = _nobody(new, kv, block)
-            plan = attention.plan(rows, kv, spec, lambda ints: torch.from_numpy(ints).to(kv.device))
-            return decoder.forward(ids, torch.arange(new, device=kv.device), slots, plan, kv, None)
-
-        yield f"{new} tokens", forward
+    table = decoder.table()
+    for new in sorted({*lengths, *PRODUCT_ROWS, *table.starts}):
+        yield f"{new} tokens", partial(forward, new, decoder.ops)
+    for new, takes in zip(table.starts, table.takes_codes, strict=True):
+        if any(takes.norm + takes.mlp):
+            yield f"{new} tokens, quantized by products", partial(forward, new, PLAIN)
     if fused is not None:
         yield "sampling", lambda: _choose(fused, vocab_size, kv.device)
 

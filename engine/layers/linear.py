@@ -19,12 +19,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.layers.quantized import AnyRows
 from engine.memory import available_bytes
 from engine.native import forward_pass, kernels
 from engine.native.kernels import WEIGHT_DTYPES
@@ -61,7 +62,11 @@ class LinearLayer(Protocol):
         """What serves ``rows`` rows, or (None) each number of rows."""
         ...
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def takes_codes(self, rows: int) -> bool:
+        """Whether so many rows may come as `QuantizedRows`, and give the same as what those were made of."""
+        ...
+
+    def __call__(self, x: AnyRows) -> Tensor: ...
 
 
 PROBE_ROWS = (1, 4, 32, 128)
@@ -171,6 +176,9 @@ class Linear:
         self.shape = (weight.shape[0], weight.shape[1])
         built = {form: form.build(weight, bias, out_dtype) for form in choice.distinct}
         # One entry a number of rows up to where the last form begins: a look-up, not a search, each call.
+        # Of any input, for whoever calls was told by `takes_codes`: to look again would take time.
+        self._by_rows: tuple[Callable[[Any], Tensor], ...]
+        self._many: Callable[[Any], Tensor]
         self._by_rows = tuple(built[choice.form_for(rows)] for rows in range(choice.from_rows[-1]))
         self._many = built[choice.forms[-1]]
         self.choice = choice
@@ -178,9 +186,13 @@ class Linear:
         loaded = any(form.layout == "dense" and form.weight_dtype == weight.dtype for form in choice.distinct)
         self.own_bytes = self.nbytes - (weight.nbytes if loaded else 0)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: AnyRows) -> Tensor:
         rows = x.shape[0]
         return self._many(x) if rows >= len(self._by_rows) else self._by_rows[rows](x)
+
+    def takes_codes(self, rows: int) -> bool:
+        """Never: the weight is in more than 8 bits."""
+        return False
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -208,8 +220,12 @@ class JoinedLinear:
         self.own_bytes = sum(part.own_bytes for part in parts)
         self.starts = tuple(sorted({start for part in parts for start in part.starts}))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: AnyRows) -> Tensor:
         return torch.cat([part(x) for part in self.parts], dim=1)
+
+    def takes_codes(self, rows: int) -> bool:
+        """Where all parts do."""
+        return all(part.takes_codes(rows) for part in self.parts)
 
     def read_bytes(self, rows: int) -> int:
         """Bytes of the weights that a product of ``rows`` rows reads."""

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.linear import LinearLayer
+from engine.layers.quantized import AnyRows
 
 
 class GatedMLP:
@@ -18,7 +19,7 @@ class GatedMLP:
         self.down = down
         self.intermediate = gate_up.shape[0] // 2
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: AnyRows) -> Tensor:
         both = self.gate_up(x)
         gate, up = both[:, : self.intermediate], both[:, self.intermediate :]
         return self.down(F.silu(gate).mul_(up))

@@ -17,7 +17,7 @@ from engine.kv_cache import KVCache
 from engine.layers.linear import LinearLayer
 from engine.layers.mlp import GatedMLP
 from engine.layers.rope import RotaryTable
-from engine.models.linears import HEAD, PARTS, LinearMaker, LinearTable, Place, WeightStore
+from engine.models.linears import HEAD, PARTS, LinearMaker, LinearTable, Place, TakesCodes, WeightStore
 from engine.ops.plain import PLAIN
 from engine.timing import Part, PartTimer, no_mark
 
@@ -127,7 +127,7 @@ class Decoder:
         )
         delta: Tensor | None = None  # what the norm that comes next adds to x
         for i, layer in enumerate(self.layers):
-            normed = norm(x, delta, layer.input_norm, eps)
+            normed = norm(x, delta, layer.input_norm, eps, layer.qkv)
             mark(Part.OTHER)
             qkv = layer.qkv(normed).view(-1, all_heads, spec.head_dim)
             mark(Part.LINEAR)
@@ -138,7 +138,7 @@ class Decoder:
             mark(Part.ATTENTION)
             delta = layer.out(attended)
             mark(Part.LINEAR)
-            normed = norm(x, delta, layer.post_norm, eps)
+            normed = norm(x, delta, layer.post_norm, eps, layer.mlp.gate_up)
             mark(Part.OTHER)
             delta = gate(layer.mlp, normed)
             mark(Part.LINEAR)
@@ -149,7 +149,7 @@ class Decoder:
         self.finite = x.isfinite().all(dim=-1)
         if logit_rows is not None:
             x = x.index_select(0, logit_rows)
-        logits = self.head(norm(x, None, self.norm, eps))
+        logits = self.head(norm(x, None, self.norm, eps, self.head))
         mark(Part.HEAD)
         return logits
 
@@ -174,7 +174,13 @@ class Decoder:
             for start in starts
         ]
         head = [self.head.read_bytes(start) for start in starts]
-        return LinearTable(starts, tuple(read), tuple(head), tuple(self.kernels(start) for start in starts))
+        return LinearTable(
+            starts,
+            tuple(read),
+            tuple(head),
+            tuple(map(self.kernels, starts)),
+            tuple(map(self.takes_codes, starts)),
+        )
 
     def kernels(self, rows: int | None = None) -> str:
         """What multiplies ``rows`` rows, or (None) each number of rows: ``linear=...`` and, if it is
@@ -185,3 +191,16 @@ class Decoder:
             used["head" if place == HEAD else "linear"].append(linear.kernel(rows))
         inner, head = ("|".join(dict.fromkeys(names)) for names in (used["linear"], used["head"]))
         return f"linear={inner}" if inner == head else f"linear={inner},head={head}"
+
+    def takes_codes(self, rows: int | None = None) -> TakesCodes:
+        """Whether the layers' products of ``rows`` rows, or (None) of some number, take `QuantizedRows`.
+
+        The head is left out: it follows a norm of its own, and often stays in a high precision by itself.
+        """
+
+        def taken(*parts: str) -> tuple[bool, ...]:
+            linears = (linear for place, linear in self.linears.items() if place.part in parts)
+            each = ((linear, linear.starts if rows is None else (rows,)) for linear in linears)
+            return tuple(dict.fromkeys(linear.takes_codes(n) for linear, numbers in each for n in numbers))
+
+        return TakesCodes(norm=taken("qkv", "gate_up"), mlp=taken("down"))

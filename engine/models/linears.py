@@ -48,6 +48,20 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+class TakesCodes(NamedTuple):
+    """Whether layers' products take what norms give, and what the activation gives, as `QuantizedRows`.
+
+    Both values where layers differ, in the order of the layers.
+    """
+
+    norm: tuple[bool, ...]
+    mlp: tuple[bool, ...]
+
+
+NO_CODES = TakesCodes((False,), (False,))
+"""Nobody takes them."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinearTable:
     """All linear layers of a model for numbers of rows from ``starts[i]`` on, ascending from 1.
@@ -59,6 +73,7 @@ class LinearTable:
     layer_bytes: tuple[int, ...]
     head_bytes: tuple[int, ...]
     kernels: tuple[str, ...]
+    takes_codes: tuple[TakesCodes, ...]
 
     def index(self, rows: int) -> int:
         """The entry that holds for ``rows`` rows."""

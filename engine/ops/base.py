@@ -11,7 +11,9 @@ from torch import Tensor
 
 from engine.attention.base import Needs
 from engine.kv_cache import KVCache
+from engine.layers.linear import LinearLayer
 from engine.layers.mlp import GatedMLP
+from engine.layers.quantized import AnyRows
 from engine.layers.rope import RotaryTable
 
 StoreStep = Callable[[int, Tensor, Tensor | None, float], tuple[Tensor, Tensor | None, Tensor | None]]
@@ -29,11 +31,16 @@ class AddNorm(Protocol):
     """The residual addition and the norm behind it."""
 
     name: str
+    quantizes: bool
+    """Whether it gives `QuantizedRows` to a product that takes them."""
 
-    def __call__(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add ``delta`` to ``x`` in place (None: nothing), and return the norm of the sum as a new tensor.
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, to: LinearLayer
+    ) -> AnyRows:
+        """Add ``delta`` to ``x`` in place (None: nothing), and return the norm of the sum in new memory.
 
-        x, delta: [tokens, hidden], contiguous. weight: [hidden]. The result has the dtype of x.
+        x, delta: [tokens, hidden], contiguous. weight: [hidden]. The result has the dtype of x, unless
+        ``to``, the product that reads it, takes rows in 8 bits and this part quantizes.
         """
         ...
 
@@ -63,8 +70,10 @@ class Gate(Protocol):
     """The feed-forward layer around its activation."""
 
     name: str
+    quantizes: bool
+    """Whether it gives `QuantizedRows` to a product that takes them."""
 
-    def __call__(self, mlp: GatedMLP, x: Tensor) -> Tensor:
+    def __call__(self, mlp: GatedMLP, x: AnyRows) -> Tensor:
         """``down(silu(gate(x)) * up(x))`` for x [tokens, hidden], as a new tensor of that shape."""
         ...
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from engine.kernels import availability
+from engine.models.linears import NO_CODES, TakesCodes
 from engine.models.spec import ModelSpec
 from engine.ops import native_ops, triton_ops
 from engine.ops.base import AddNorm, Gate, Ops, StoreQKV
@@ -97,10 +98,24 @@ def make_ops(
     )
 
 
-def kernels(ops: Ops) -> str:
-    """What runs where it is not torch: ``norm=triton,rope_kv=triton,mlp=triton``, or ""."""
-    names = {"norm": ops.norm.name, "rope_kv": ops.store.name, "mlp": ops.gate.name}
+def kernels(ops: Ops, takes: TakesCodes = NO_CODES) -> str:
+    """What runs where it is not torch: ``norm=triton,rope_kv=triton,mlp=triton``, or "".
+
+    ``takes``: what the products behind them take. A part that quantizes for its product is told as
+    ``triton+e4m3``, and as ``triton+e4m3|triton`` where it does so for some layers only.
+    """
+    names = {
+        "norm": _name(ops.norm, takes.norm),
+        "rope_kv": ops.store.name,
+        "mlp": _name(ops.gate, takes.mlp),
+    }
     return ",".join(f"{part}={name}" for part, name in names.items() if name != PLAIN.norm.name)
+
+
+def _name(part: AddNorm | Gate, takes_codes: tuple[bool, ...]) -> str:
+    if not part.quantizes:
+        return part.name
+    return "|".join(f"{part.name}+e4m3" if codes else part.name for codes in takes_codes)
 
 
 def _find(knob: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Source | str:

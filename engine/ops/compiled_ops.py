@@ -20,8 +20,10 @@ from torch import Tensor
 from engine.attention.base import Needs
 from engine.kernels import availability
 from engine.kv_cache import KVCache
+from engine.layers.linear import LinearLayer
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import head_rms_norm, rms_norm
+from engine.layers.quantized import AnyRows
 from engine.layers.rope import RotaryTable, rotate_
 from engine.models.decoder import Decoder
 from engine.models.reading import Progress
@@ -160,11 +162,14 @@ class _Compiled:
 
 class _AddNorm:
     name = NAME
+    quantizes = False
 
     def __init__(self, run: _Compiled) -> None:
         self._run = run
 
-    def __call__(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, to: LinearLayer
+    ) -> Tensor:
         if delta is None:
             return self._run.norm(x, weight, eps)
         return self._run.add_norm(x, _packed(delta), weight, eps)
@@ -203,9 +208,10 @@ class _StoreQKV:
 
 class _Gate:
     name = NAME
+    quantizes = False
 
     def __init__(self, run: _Compiled) -> None:
         self._run = run
 
-    def __call__(self, mlp: GatedMLP, x: Tensor) -> Tensor:
+    def __call__(self, mlp: GatedMLP, x: AnyRows) -> Tensor:
         return mlp.down(self._run.silu_mul(_packed(mlp.gate_up(x))))

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from engine.attention.base import Needs
 from engine.kv_cache import KVCache
+from engine.layers.linear import LinearLayer
 from engine.layers.mlp import GatedMLP
+from engine.layers.quantized import AnyRows
 from engine.layers.rope import RotaryTable
 from engine.models.spec import ModelSpec
 from engine.native import Kernels, kernels, unavailable
@@ -56,11 +58,14 @@ def _kernels() -> Kernels:
 
 class _AddNorm:
     name = NAME
+    quantizes = False
 
     def __init__(self, native: Kernels) -> None:
         self._add_norm = native.add_norm
 
-    def __call__(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, to: LinearLayer
+    ) -> Tensor:
         y = torch.empty_like(x)
         self._add_norm[x.dtype](
             x.data_ptr(),
@@ -77,11 +82,12 @@ class _AddNorm:
 
 class _Gate:
     name = NAME
+    quantizes = False
 
     def __init__(self, native: Kernels) -> None:
         self._silu_mul = native.silu_mul
 
-    def __call__(self, mlp: GatedMLP, x: Tensor) -> Tensor:
+    def __call__(self, mlp: GatedMLP, x: AnyRows) -> Tensor:
         both = mlp.gate_up(x)
         y = both.new_empty(both.shape[0], mlp.intermediate)
         self._silu_mul[both.dtype](

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from engine.attention.base import Needs
 from engine.kv_cache import KVCache
+from engine.layers.linear import LinearLayer
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import head_rms_norm, rms_norm
+from engine.layers.quantized import AnyRows
 from engine.layers.rope import RotaryTable, rotate_
 from engine.ops.base import Ops, StoreStep
 
@@ -19,8 +21,11 @@ class TorchAddNorm:
     """See `engine.ops.base.AddNorm`."""
 
     name = NAME
+    quantizes = False
 
-    def __call__(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, to: LinearLayer
+    ) -> Tensor:
         if delta is not None:
             x += delta
         return rms_norm(x, weight, eps)
@@ -59,8 +64,9 @@ class TorchGate:
     """See `engine.ops.base.Gate`."""
 
     name = NAME
+    quantizes = False
 
-    def __call__(self, mlp: GatedMLP, x: Tensor) -> Tensor:
+    def __call__(self, mlp: GatedMLP, x: AnyRows) -> Tensor:
         return mlp(x)
 
 

@@ -1,4 +1,9 @@
-"""The parts of a decoder as Triton kernels, one launch each. Triton is imported when a part is made."""
+"""The parts of a decoder as Triton kernels, one launch each. Triton is imported when a part is made.
+
+Where the product behind a norm or an activation takes rows in 8 bits, for the number of rows at hand, they
+are written so, which saves the product a launch and the memory half of what was written and read again. They
+are, to the last bit, those that the product would make itself.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,9 @@ from torch import Tensor
 from engine.attention.base import Needs
 from engine.kernels import availability
 from engine.kv_cache import KVCache
+from engine.layers.linear import LinearLayer
 from engine.layers.mlp import GatedMLP
+from engine.layers.quantized import AnyRows, QuantizedRows
 from engine.layers.rope import RotaryTable
 from engine.models.spec import ModelSpec
 from engine.ops.base import AddNorm, Gate, StoreQKV, StoreStep
@@ -45,17 +52,30 @@ def gate() -> Gate:
     return _Gate()
 
 
+def _codes_for(product: LinearLayer, rows: int, device: torch.device) -> QuantizedRows | None:
+    """Memory for the input of a product in 8 bits, None for one that wants it in the activations' dtype."""
+    return QuantizedRows.empty(rows, product.shape[1], device) if product.takes_codes(rows) else None
+
+
 class _AddNorm:
     name = NAME
+    quantizes = True
 
     def __init__(self) -> None:
         from engine.kernels.rmsnorm import add_rmsnorm
 
         self._kernel = add_rmsnorm
 
-    def __call__(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, to: LinearLayer
+    ) -> AnyRows:
+        added = None if delta is None else delta.contiguous()
+        codes = _codes_for(to, len(x), x.device)
+        if codes is not None:
+            self._kernel(added, x, weight, eps, codes.codes, codes.scales).run()
+            return codes
         y = torch.empty_like(x)
-        self._kernel(None if delta is None else delta.contiguous(), x, weight, eps, y).run()
+        self._kernel(added, x, weight, eps, y).run()
         return y
 
 
@@ -98,14 +118,19 @@ class _StoreQKV:
 
 class _Gate:
     name = NAME
+    quantizes = True
 
     def __init__(self) -> None:
         from engine.kernels.silu_mul import silu_mul
 
         self._kernel = silu_mul
 
-    def __call__(self, mlp: GatedMLP, x: Tensor) -> Tensor:
+    def __call__(self, mlp: GatedMLP, x: AnyRows) -> Tensor:
         both = mlp.gate_up(x).contiguous()
+        codes = _codes_for(mlp.down, len(both), both.device)
+        if codes is not None:
+            self._kernel(both, codes.codes, codes.scales).run()
+            return mlp.down(codes)
         y = both.new_empty((len(both), mlp.intermediate))
         self._kernel(both, y).run()
         return mlp.down(y)

@@ -304,7 +304,7 @@ def test_parts_of_the_forward_pass_are_timed_when_asked(monkeypatch: pytest.Monk
     for part, owner, name in (
         (0, sdpa._SdpaPlan, "attend"),
         (1, decoder.layers[0], "qkv"),
-        (1, decoder.layers[1], "mlp"),
+        (1, decoder.layers[1].mlp, "down"),
         (2, decoder, "head"),
     ):
         with monkeypatch.context() as patch:

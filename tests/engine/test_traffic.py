@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.models.linears import LinearTable
+from engine.models.linears import NO_CODES, LinearTable
 from engine.models.rope import RopeSpec
 from engine.models.spec import ModelSpec
 from engine.traffic import StepTraffic, TrafficModel
@@ -34,7 +34,8 @@ def model(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> TrafficModel:
     shapes = [shape for name, shape in spec.weight_shapes().items() if name.startswith("layers")]
     params = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
     head = spec.vocab_size * spec.hidden_size
-    table = LinearTable((1,), (params * dtype.itemsize,), (head * dtype.itemsize,), ("linear=plain",))
+    read = (params * dtype.itemsize,), (head * dtype.itemsize,)
+    table = LinearTable((1,), *read, ("linear=plain",), (NO_CODES,))
     return TrafficModel(spec, table, embed_dtype=dtype, kv_dtype=dtype)
 
 

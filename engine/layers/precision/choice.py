@@ -19,6 +19,7 @@ from engine.layers.linear import ByRows, merged
 from engine.layers.precision.forms import PrecisionForm, precision_forms, refused_forms
 from engine.layers.precision.product import ERRORS, Product, held_bytes
 from engine.layers.precision.weights import Kind, QuantizedWeight
+from engine.layers.quantized import AnyRows
 from engine.native import forward_pass
 
 PROBE_ROWS = (1, 4, 16, 64, 256)
@@ -70,9 +71,13 @@ class QuantizedLinear:
         self.choice = choice
         self.nbytes = self.own_bytes = held_bytes(tuple(built.values()))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: AnyRows) -> Tensor:
         rows = x.shape[0]
         return self._many(x) if rows >= len(self._by_rows) else self._by_rows[rows](x)
+
+    def takes_codes(self, rows: int) -> bool:
+        """Whether the form that serves so many rows takes them quantized. No rows are no launch."""
+        return rows > 0 and self._product(rows).takes_codes
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -81,11 +86,14 @@ class QuantizedLinear:
 
     def read_bytes(self, rows: int) -> int:
         """Bytes of the weight that a product of ``rows`` rows reads."""
-        return held_bytes((self._many if rows >= len(self._by_rows) else self._by_rows[rows],))
+        return held_bytes((self._product(rows),))
 
     def kernel(self, rows: int | None = None) -> str:
         """What serves ``rows`` rows, or (None) each number of rows, such as ``int4:int4pack``."""
         return self.choice.name if rows is None else f"{self.choice.kind}:{self.choice.form_for(rows).name}"
+
+    def _product(self, rows: int) -> Product:
+        return self._many if rows >= len(self._by_rows) else self._by_rows[rows]
 
 
 def usable_forms(

@@ -17,6 +17,7 @@ from engine.kernels import availability
 from engine.layers.precision.forms_cpu import needs_row_scales
 from engine.layers.precision.product import Multiply, Offer
 from engine.layers.precision.weights import Fp8Weight, Int4Weight, Int8Weight, Kind, QuantizedWeight
+from engine.layers.quantized import QuantizedRows
 
 if TYPE_CHECKING:
     from engine.kernels.weight_only_gemm import PackedWeight
@@ -61,12 +62,20 @@ def expanding(weight: QuantizedWeight, shared: dict[str, Tensor]) -> Multiply:
 
 
 def scaled_mm(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
-    """``_scaled_mm``, scales a token and a channel; one launch quantizes x for each token."""
+    """``_scaled_mm``, scales a token and a channel; one launch quantizes x for each token.
+
+    Unless the part before quantized it, as kernels do: to the last bit as that launch, which torch's own
+    operations on a card are not, so that only this form takes what kernels quantized.
+    """
     assert isinstance(weight, Fp8Weight)
-    from engine.kernels.linear import product_quantizing
+    from engine.kernels.linear import product_fp8, product_quantizing
 
     codes, scales = weight.codes, weight.scales.float()
-    return Multiply(lambda x: product_quantizing(x.contiguous(), codes, scales), (codes, scales))
+
+    def of_codes(x: QuantizedRows) -> Tensor:
+        return product_fp8(x.codes, x.scales, codes, scales, torch.bfloat16)
+
+    return Multiply(lambda x: product_quantizing(x.contiguous(), codes, scales), (codes, scales), of_codes)
 
 
 def _rows(x: Tensor) -> Tensor:

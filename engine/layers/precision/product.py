@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.layers.precision.codes import E4M3_MAX
 from engine.layers.precision.weights import QuantizedWeight
+from engine.layers.quantized import AnyRows, QuantizedRows
 
 Activations = Literal["kept", "bfloat16", "fp8"]
 # Bounds of |y - exact| / (|x| |w|), by what happens to x on the way.
@@ -22,11 +23,12 @@ ERRORS: dict[Activations, float] = {"kept": 1e-5, "bfloat16": 2.0**-7, "fp8": 0.
 class Multiply:
     """``apply(x)``: x [rows, in], rows >= 1, in the order of the codes, of any float dtype -> [rows, out].
 
-    held: every tensor that is kept.
+    held: every tensor that is kept. of_codes: the same from x as ``apply`` would quantize it, where it does.
     """
 
     apply: Callable[[Tensor], Tensor]
     held: tuple[Tensor, ...]
+    of_codes: Callable[[QuantizedRows], Tensor] | None = None
 
 
 Builder = Callable[[QuantizedWeight, dict[str, Tensor]], Multiply]
@@ -54,7 +56,7 @@ class Offer:
 class Product:
     """``y = x @ weight.T + bias``: puts x into the order and scale of the codes, y into its dtype."""
 
-    __slots__ = ("_apply", "_bias", "_input_scale", "_order", "held", "out_dtype", "shape")
+    __slots__ = ("_apply", "_bias", "_input_scale", "_of_codes", "_order", "held", "out_dtype", "shape")
 
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype, multiply: Multiply
@@ -62,20 +64,30 @@ class Product:
         self.shape = weight.shape
         self.out_dtype = out_dtype
         self._apply = multiply.apply
+        self._of_codes = multiply.of_codes
         self._order = weight.order
         self._input_scale = None if weight.input_scale is None else weight.input_scale.float()
         self._bias = None if bias is None else bias.to(device=weight.device, dtype=torch.float32)
         ours = (self._order, self._input_scale, self._bias)
         self.held = (*multiply.held, *(part for part in ours if part is not None))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if not x.shape[0]:
-            return x.new_empty((0, self.shape[0]), dtype=self.out_dtype)
-        if self._order is not None:
-            x = x.index_select(1, self._order)
-        if self._input_scale is not None:
-            x = x * self._input_scale
-        y = self._apply(x)
+    @property
+    def takes_codes(self) -> bool:
+        """Whether x may come as `QuantizedRows`. They would have to be those of x in the codes' order."""
+        return self._of_codes is not None and self._order is None and self._input_scale is None
+
+    def __call__(self, x: AnyRows) -> Tensor:
+        if isinstance(x, QuantizedRows):
+            assert self._of_codes is not None  # as `takes_codes` told
+            y = self._of_codes(x)
+        else:
+            if not x.shape[0]:
+                return x.new_empty((0, self.shape[0]), dtype=self.out_dtype)
+            if self._order is not None:
+                x = x.index_select(1, self._order)
+            if self._input_scale is not None:
+                x = x * self._input_scale
+            y = self._apply(x)
         if self._bias is not None:
             y = y + self._bias
         return y if y.dtype == self.out_dtype else y.to(self.out_dtype)

@@ -158,9 +158,12 @@ def test_the_code_itself() -> None:
             x, delta = (torch.randn(rows, decoder.spec.hidden_size) for _ in range(2))
             for added in (None, delta):
                 ours, theirs = x.clone(), x.clone()
-                weight = decoder.layers[0].post_norm
-                got = ops.norm(ours, added, weight, 1e-6)
-                torch.testing.assert_close(got, PLAIN.norm(theirs, added, weight, 1e-6))
+                layer = decoder.layers[0]
+                got, want = (
+                    part(rows, added, layer.post_norm, 1e-6, layer.mlp.gate_up)
+                    for part, rows in ((ops.norm, ours), (PLAIN.norm, theirs))
+                )
+                torch.testing.assert_close(got, want)
                 assert torch.equal(ours, theirs)
             mlp = decoder.layers[0].mlp
             torch.testing.assert_close(ops.gate(mlp, x), PLAIN.gate(mlp, x))

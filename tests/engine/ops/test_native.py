@@ -41,15 +41,15 @@ def test_addition_and_norm(dtype: torch.dtype, cols: int) -> None:
     for rows in (1, 3, 200):
         x, delta = (torch.randn(rows, cols).to(dtype) for _ in range(2))
         weight = torch.randn(cols).to(dtype)
+        behind = Linear(torch.zeros(1, cols, dtype=dtype), None, plain_choice(dtype))
         for added in (None, delta):
             ours, theirs = x.clone(), x.clone()
-            got = native_ops.add_norm()(ours, added, weight, 1e-5)
-            close(got, PLAIN.norm(theirs, added, weight, 1e-5))
+            got = native_ops.add_norm()(ours, added, weight, 1e-5, behind)
+            close(got, PLAIN.norm(theirs, added, weight, 1e-5, behind))
             assert torch.equal(ours, theirs)
             for row in (0, rows - 1):
-                alone = native_ops.add_norm()(
-                    x[row : row + 1].clone(), None if added is None else added[row : row + 1], weight, 1e-5
-                )
+                own = None if added is None else added[row : row + 1]
+                alone = native_ops.add_norm()(x[row : row + 1].clone(), own, weight, 1e-5, behind)
                 assert torch.equal(alone[0], got[row])
 
 
