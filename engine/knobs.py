@@ -294,7 +294,8 @@ _KERNELS = (
         type="bool",
         default=False,
         help="The residual addition and the norm behind it run as one kernel, which reads and writes each "
-        "number once. In 16 bits results differ by rounding, as between implementations of attention.",
+        "number once, and writes fp8 for products that take it. In 16 bits results differ by rounding, as "
+        "between implementations of attention.",
     ),
     Knob(
         id="fused_rope_kv",
@@ -312,7 +313,8 @@ _KERNELS = (
         type="bool",
         default=False,
         help="The activation of the feed-forward layers, SiLU of the gate times the other half, runs as one "
-        "kernel between the two matrix products. In 16 bits results differ by rounding.",
+        "kernel between the two matrix products, which writes fp8 for a product that takes it. In 16 bits "
+        "results differ by rounding.",
     ),
     Knob(
         id="fused_sampling",
