@@ -2,7 +2,8 @@
 //
 // A chunk of work is one KV head of some new tokens of one request. All its queries, those tokens times the query heads
 // that share the KV head, see each tile of keys and values while it is in a core's nearest cache: widened to float32
-// once, or where they lie if they are few or float32 already. The softmax is computed as its keys come along: a running
+// and turned once, so that several queries are multiplied with several keys in registers, or where they lie if the
+// queries are few. The softmax is computed as its keys come along: a running
 // maximum, and a sum and an output relative to it, that are scaled down when the maximum grows (Milakov and Gimelshein,
 // arXiv 1805.02867).
 //
@@ -12,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -21,9 +23,9 @@
 
 constexpr int64_t TILE = 32;       // keys that are seen at once
 constexpr int PARTS = TILE / WIDTH;  // vectors of scores of a tile
-constexpr int MAX_PAIRS = 4;         // of vectors of an output that are held in registers
+constexpr int TOGETHER = PARTS < 12 ? 12 / PARTS : 1;  // queries that see a turned tile at once, their scores in registers
 constexpr int64_t PAIR = 2 * WIDTH;
-constexpr int64_t FEW = 12;          // queries up to which widening keys of 16 bits beforehand takes more than it saves
+constexpr int64_t FEW = 12;          // queries up to which preparing keys beforehand takes more than it saves
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 static_assert(TILE % WIDTH == 0, "scores of a tile are whole vectors");
 
@@ -52,10 +54,10 @@ struct AttentionLayer {
 namespace {
 
 struct Scratch {
-    std::vector<Floats> queries, outputs, sums, keys, values;  // vectors, so that none lies across two lines of a cache
+    std::vector<Floats> queries, outputs, sums, keys, values, turned;  // vectors, so that none lies across two lines
     std::vector<float> maxima;
     int64_t places[TILE];
-    float weights[TILE];
+    float weights[TOGETHER][TILE];
 };
 
 // One for each thread. Not inlined, or the compiler looks it up again and again where its address is needed.
@@ -68,14 +70,17 @@ struct Range {
     int64_t first, last;
 };
 
+// How keys and values are read: where they lie in the pool, which needs PAIRED, or widened to float32 beforehand, keys
+// turned for many queries.
+enum Reading { IN_PLACE, WIDENED, TURNED };
+
 // PAIRED: a head is whole pairs of vectors, and its numbers are in the order of `Stored::first` and `second` while they
-// are computed with. IN_PLACE: keys and values are read where they lie in the pool, which needs that order. It makes no
-// difference to what comes out.
-template <typename Query, typename Stored, bool PAIRED, bool IN_PLACE>
+// are computed with. Neither this nor the reading makes a difference to what comes out.
+template <typename Query, typename Stored, bool PAIRED, Reading READING>
 class Chunk {
-    static_assert(PAIRED || !IN_PLACE);
+    static_assert(PAIRED || READING != IN_PLACE);
     using Number = typename Stored::Stored;
-    using Wide = std::conditional_t<IN_PLACE, Stored, Float32>;  // what is multiplied with
+    using Wide = std::conditional_t<READING == IN_PLACE, Stored, Float32>;  // what is multiplied with
     using WideNumber = typename Wide::Stored;
 
   public:
@@ -100,7 +105,7 @@ class Chunk {
             const Range tile{std::max(at, oldest), std::min(at + TILE, end)};
             fetch({at + TILE, std::min(at + 2 * TILE, end)});
             take_keys(at, tile);
-            for (int64_t query = 0; query < count * group; query++) add_tile(query, at, tile);
+            for (int64_t query = 0; query < count * group;) query += add_tile(query, at, tile);
         }
         give_outputs();
     }
@@ -169,7 +174,7 @@ class Chunk {
     // the tile stand in for each other: what comes of them is not used.
     void take_keys(int64_t at, Range tile) {
         int64_t* places = scratch.places;
-        if constexpr (IN_PLACE) {
+        if constexpr (READING == IN_PLACE) {
             keys = static_cast<const WideNumber*>(layer.k);
             values = static_cast<const WideNumber*>(layer.v);
             each_place(tile, [&](int64_t i, int64_t place) { places[i - at] = place; });
@@ -179,6 +184,7 @@ class Chunk {
             for (int64_t i = 0; i < TILE; i++) places[i] = i * padded;
             keys = widen(layer.k, scratch.keys, at, tile);
             values = widen(layer.v, scratch.values, at, tile);
+            if constexpr (READING == TURNED) turn_keys();
         }
     }
 
@@ -202,31 +208,110 @@ class Chunk {
         return to;
     }
 
-    // A query sees a tile that begins at `at`.
-    void add_tile(int64_t query, int64_t at, Range tile) {
+    // From [TILE, padded] to [padded, TILE].
+    void turn_keys() const {
+        scratch.turned.resize(TILE * padded / WIDTH);
+        float* to = turned();
+        for (int64_t key = 0; key < TILE; key += WIDTH)
+            for (int64_t d = 0; d < padded; d += WIDTH) {
+                Floats square[WIDTH];
+                for (int i = 0; i < WIDTH; i++) square[i] = load(keys + (key + i) * padded + d);
+                transpose(square);
+                for (int i = 0; i < WIDTH; i++) store(to + (d + i) * TILE + key, square[i]);
+            }
+    }
+
+    // A query, or several that see the same of it, see a tile that begins at `at`. Returns how many.
+    int64_t add_tile(int64_t query, int64_t at, Range tile) {
         const Range here = seen_of_tile(query, at, tile);
-        if (here.first >= here.last) return;
+        int64_t same = 1;
+        if constexpr (READING == TURNED)
+            for (; same < TOGETHER && query + same < count * group; same++) {
+                const Range other = seen_of_tile(query + same, at, tile);
+                if (other.first != here.first || other.last != here.last) break;
+            }
+        if (here.first < here.last) {
+            if constexpr (READING == TURNED) add_turned<TOGETHER>(query, same, here);
+            else add_keys(query, here);
+        }
+        return same;
+    }
+
+    // A query sees keys of the tile.
+    void add_keys(int64_t query, Range here) {
         const int begin = int(here.first) / WIDTH, end = int(here.last - 1) / WIDTH + 1;
-        Floats scores[PARTS], highest = splat(NEVER);
+        Floats scores[PARTS];
         for (int p = begin; p < end; p++) {
             scores[p] = score(query, p);
             if (p * WIDTH < here.first || (p + 1) * WIDTH > here.last) scores[p] = hide(scores[p], p * WIDTH, here);
-            highest = scores[p] > highest ? scores[p] : highest;
         }
+        const float kept = weigh(query, scores, begin, end, scratch.weights[0]);
+        add_values<1, 4>(query, 0, &kept, here);
+    }
+
+    // `queries` from `query` on, at most M, see keys of the turned tile.
+    template <int M>
+    void add_turned(int64_t query, int64_t queries, Range here) {
+        if constexpr (M > 1) {
+            if (queries < M) return add_turned<M - 1>(query, queries, here);
+        }
+        Floats scores[M][PARTS];
+        float kept[M];
+        add_up<M, 1>(query, 0, scores);
+        for (int m = 0; m < M; m++) {
+            if (here.first > 0 || here.last < TILE)
+                for (int p = 0; p < PARTS; p++) scores[m][p] = hide(scores[m][p], p * WIDTH, here);
+            kept[m] = weigh(query + m, scores[m], 0, PARTS, scratch.weights[m]);
+        }
+        add_values<M, M == 1 ? 4 : M <= 3 ? 2 : 1>(query, 0, kept, here);
+    }
+
+    // The scores that M queries from `query` on have of the turned tile, in the order in which `score` adds up: what is
+    // a lane there, every WIDTH-th product, is a sum of its own here.
+    template <int M, int STEP>
+    void add_up(int64_t query, int lane, Floats (&sums)[M][PARTS]) const {
+        if constexpr (STEP == WIDTH) {
+            const float *q = query_of(query), *key = turned();
+            Floats own[M][PARTS] = {};
+            for (int64_t d = lane; d < padded; d += WIDTH) {
+                Floats number[M];
+                for (int m = 0; m < M; m++) number[m] = splat(q[m * padded + d]);
+                for (int p = 0; p < PARTS; p++) {
+                    Floats of_keys = load(key + d * TILE + p * WIDTH);
+                    hold(of_keys);
+                    for (int m = 0; m < M; m++) own[m][p] += number[m] * of_keys;
+                }
+            }
+            std::memcpy(sums, own, sizeof own);
+        } else {
+            Floats others[M][PARTS];
+            add_up<M, 2 * STEP>(query, lane, sums);
+            add_up<M, 2 * STEP>(query, lane + STEP, others);
+            for (int m = 0; m < M; m++)
+                for (int p = 0; p < PARTS; p++) sums[m][p] += others[m][p];
+        }
+    }
+
+    // From a query's scores of parts [begin, end) of a tile to the weights of its values. Returns what the sum and the
+    // output of before are to be multiplied by.
+    float weigh(int64_t query, const Floats* scores, int begin, int end, float* to) {
+        Floats highest = splat(NEVER);
+        for (int p = begin; p < end; p++) highest = scores[p] > highest ? scores[p] : highest;
         const float before = scratch.maxima[query];
         const Floats known = splat(before), found = lane_max(highest), now = found > known ? found : known;
         Floats total = {};
         for (int p = begin; p < end; p++) {
             const Floats weights = exponential(scores[p] - now);
-            store(scratch.weights + p * WIDTH, weights);
+            store(to + p * WIDTH, weights);
             total += weights;
         }
         const float kept = before == now[0] ? 1.0f : exponential(known - now)[0];
         scratch.maxima[query] = now[0];
         scratch.sums[query] = scratch.sums[query] * kept + total;
-        add_values<MAX_PAIRS>(output_of(query), 0, kept, here);
+        return kept;
     }
 
+    float* turned() const { return reinterpret_cast<float*>(scratch.turned.data()); }
     float* query_of(int64_t query) const { return reinterpret_cast<float*>(scratch.queries.data()) + query * padded; }
     float* output_of(int64_t query) const { return reinterpret_cast<float*>(scratch.outputs.data()) + query * padded; }
 
@@ -255,25 +340,32 @@ class Chunk {
         return (at >= int32_t(here.first) - first) & (at < int32_t(here.last) - first) ? scores : splat(NEVER);
     }
 
-    // Add the values of a tile's keys, by their weights, to what a query has of those before.
-    template <int PAIRS>
-    void add_values(float* output, int64_t from, float kept, Range here) const {
-        const float* weights = scratch.weights;
+    // Add the values of a tile's keys, by their weights, to what M queries from `query` on have of those before.
+    template <int M, int PAIRS>
+    void add_values(int64_t query, int64_t from, const float* kept, Range here) const {
         const int64_t* places = scratch.places;
         for (; from + PAIRS * PAIR <= padded; from += PAIRS * PAIR) {
-            Floats sums[2 * PAIRS];
-            for (int v = 0; v < 2 * PAIRS; v++) sums[v] = load(output + from + v * WIDTH) * kept;
+            Floats sums[M][2 * PAIRS];
+            for (int m = 0; m < M; m++)
+                for (int v = 0; v < 2 * PAIRS; v++)
+                    sums[m][v] = load(output_of(query + m) + from + v * WIDTH) * kept[m];
             for (int64_t i = here.first; i < here.last; i++) {
-                const Floats weight = splat(weights[i]);
                 const WideNumber* value = values + places[i] + from;
-                for (int p = 0; p < PAIRS; p++) {
-                    sums[2 * p] += weight * Wide::first(value + p * PAIR);
-                    sums[2 * p + 1] += weight * Wide::second(value + p * PAIR);
+                Floats weight[M];
+                for (int m = 0; m < M; m++) weight[m] = splat(scratch.weights[m][i]);
+                for (int p = 0; p < PAIRS; p++) {  // one vector after the other: more have no room in registers
+                    Floats first = Wide::first(value + p * PAIR);
+                    hold(first);
+                    for (int m = 0; m < M; m++) sums[m][2 * p] += weight[m] * first;
+                    Floats second = Wide::second(value + p * PAIR);
+                    hold(second);
+                    for (int m = 0; m < M; m++) sums[m][2 * p + 1] += weight[m] * second;
                 }
             }
-            for (int v = 0; v < 2 * PAIRS; v++) store(output + from + v * WIDTH, sums[v]);
+            for (int m = 0; m < M; m++)
+                for (int v = 0; v < 2 * PAIRS; v++) store(output_of(query + m) + from + v * WIDTH, sums[m][v]);
         }
-        if constexpr (PAIRS > 1) add_values<PAIRS / 2>(output, from, kept, here);
+        if constexpr (PAIRS > 1) add_values<M, PAIRS / 2>(query, from, kept, here);
     }
 
     void give_outputs() const {
@@ -304,14 +396,15 @@ class Chunk {
 template <typename Query, typename Stored>
 void attention(const AttentionItems& items, const AttentionLayer& layer, int num_threads) {
     share(items.num_items * layer.kv_heads, num_threads, [&](int64_t chunk) {
+        const bool few = items.counts[chunk / layer.kv_heads] * (layer.heads / layer.kv_heads) <= FEW;
         if constexpr (std::is_same_v<Query, Stored>) {
-            const int64_t queries = items.counts[chunk / layer.kv_heads] * (layer.heads / layer.kv_heads);
-            const bool paired = layer.head_dim % PAIR == 0;
-            if (paired && (std::is_same_v<Stored, Float32> || queries <= FEW))
-                return Chunk<Query, Stored, true, true>(items, layer, chunk).compute();
-            if (paired) return Chunk<Query, Stored, true, false>(items, layer, chunk).compute();
+            if (layer.head_dim % PAIR == 0) {
+                if (few) return Chunk<Query, Stored, true, IN_PLACE>(items, layer, chunk).compute();
+                return Chunk<Query, Stored, true, TURNED>(items, layer, chunk).compute();
+            }
         }
-        Chunk<Query, Stored, false, false>(items, layer, chunk).compute();
+        if (few) return Chunk<Query, Stored, false, WIDENED>(items, layer, chunk).compute();
+        Chunk<Query, Stored, false, TURNED>(items, layer, chunk).compute();
     });
 }
 

@@ -37,6 +37,20 @@ static inline void store(float* to, Floats from) { std::memcpy(to, &from, sizeof
 
 static inline Floats splat(float value) { return value - Floats{}; }
 
+// Has a value that is used several times read into a register once: compilers take it from memory at each use, and in
+// loops that do little but multiply there are then more reads than a core can do.
+static inline void hold(Floats& value) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(value));
+#elif defined(__x86_64__)
+    asm("" : "+x"(value));
+#elif defined(__aarch64__)
+    asm("" : "+w"(value));
+#else
+    (void)value;
+#endif
+}
+
 // How numbers are stored. Each reads WIDTH of them, or one, as float32. Those that say so also read 2 * WIDTH as two
 // vectors, in an order of their own that costs nothing, and write two such vectors back.
 struct Float32 {
@@ -170,6 +184,22 @@ static inline Floats lane_pairs(Floats* vectors) {
 
 static inline Floats lane_sums(Floats even, Floats odd) {
     return halved<2>(even, odd, std::make_integer_sequence<int, WIDTH>());
+}
+
+// Lane j of vector i becomes lane i of vector j, of WIDTH vectors.
+template <int SIZE, int... LANE>
+static inline void swap_halves(Floats& a, Floats& b, std::integer_sequence<int, LANE...>) {
+    const Floats lower = __builtin_shufflevector(a, b, lane_of(LANE, SIZE, false)...);
+    b = __builtin_shufflevector(a, b, lane_of(LANE, SIZE, true)...);
+    a = lower;
+}
+
+template <int SIZE = WIDTH>
+static inline void transpose(Floats* vectors) {
+    for (int i = 0; i < WIDTH; i++)
+        if (i % SIZE < SIZE / 2)
+            swap_halves<SIZE>(vectors[i], vectors[i + SIZE / 2], std::make_integer_sequence<int, WIDTH>());
+    if constexpr (SIZE > 2) transpose<SIZE / 2>(vectors);
 }
 
 static inline float lane_sum(Floats values) {
