@@ -8,6 +8,7 @@ memory is given back on the way. Sources: torch's CUDACachingAllocator, `torch.c
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,34 @@ CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported to ...Capt
 # How errors without a class or code of their own begin or end: of CUDA and Triton, of cuBLAS and its like, of
 # torch's allocator for the CPU (the latter on Windows).
 NO_MEMORY = ("out of memory", "_STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
+# After these every use of the device fails until the process is gone. The runtime and the driver number them
+# alike, and say them alike. Source: CUDA runtime API, `cudaError`.
+LOST = {
+    4: "driver shutting down",
+    46: "CUDA-capable device(s) is/are busy or unavailable",
+    214: "uncorrectable ECC error encountered",
+    220: "uncorrectable NVLink error detected during the execution",
+    226: "Invalid access of peer GPU memory over nvlink or a hardware error",
+    700: "an illegal memory access was encountered",
+    702: "the launch timed out and was terminated",
+    709: "context is destroyed",
+    710: "device-side assert triggered",
+    714: "hardware stack error",
+    715: "an illegal instruction was encountered",
+    716: "misaligned address",
+    717: "operation not supported on global/shared address space",
+    718: "invalid program counter",
+    719: "unspecified launch failure",
+    721: "tensor memory not completely freed",
+    999: "unknown error",
+}
+# What speaks of a device by text alone: torch of the runtime, the driver and cuBLAS, Triton, cuDNN.
+OF_DEVICE = re.compile(
+    r"CUDA (?:driver )?error|Triton Error \[CUDA\]|cuDNN (?:Frontend )?error|CUBLAS_STATUS_"
+)
+LOST_BY_TEXT = re.compile(
+    rf"(?:CUDA (?:driver )?error|Triton Error \[CUDA\]): (?:{'|'.join(map(re.escape, LOST.values()))})"
+)
 
 ErrorKind = Literal["memory", "lost", "own"]
 
@@ -35,19 +64,42 @@ def kind_of(error: BaseException) -> ErrorKind:
 
     After the first and the last the device goes on; after the other every use of it fails. torch has one
     class for all that CUDA answers: also where pinned memory, a graph or a kernel that is loaded late finds
-    no memory, which its own allocator has no part in. Source: CUDA runtime API, "Error Handling".
+    no memory, which its own allocator has no part in; Triton and torch's other libraries have only a text.
+    Where neither tells, the device is asked, which waits for what it computes.
     """
     if isinstance(error, ERRORS):
         return "memory"
     # Errors of the engine's own classes may cite such a text of an error that was dealt with.
-    tells = type(error) in (RuntimeError, torch.AcceleratorError)
-    says_so = tells and any(text in str(error) for text in NO_MEMORY)
-    if isinstance(error, torch.AcceleratorError):
-        code = getattr(error, "error_code", None)
-        if code == OUT_OF_MEMORY or (code is None and says_so):
+    if type(error) not in (RuntimeError, torch.AcceleratorError):
+        return "own"
+    known = _known_kind(error)
+    return known if known is not None else "own" if _device_answers() else "lost"
+
+
+def _known_kind(error: BaseException) -> ErrorKind | None:
+    """The kind by code or text; None for an error of the device that may leave it good or not."""
+    by_cuda, text = isinstance(error, torch.AcceleratorError), str(error)
+    code = getattr(error, "error_code", None) if by_cuda else None
+    if code is not None:
+        if code == OUT_OF_MEMORY:
             return "memory"
-        return "own" if code in CAPTURE_ERRORS else "lost"
-    return "memory" if says_so else "own"
+        return "lost" if code in LOST else "own" if code in CAPTURE_ERRORS else None
+    if LOST_BY_TEXT.search(text) or (by_cuda and text.startswith(tuple(LOST.values()))):
+        return "lost"
+    if any(each in text for each in NO_MEMORY):
+        return "memory"
+    return None if by_cuda or OF_DEVICE.search(text) else "own"
+
+
+def _device_answers() -> bool:
+    """Whether the device still does what it is asked for; True where none was used yet."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
+        return True
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # a capture that could not be ended forbids to wait
+        return _known_kind(error) in ("memory", "own")
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 
 import torch
 
+from engine.out_of_memory import kind_of
+
 MIN_CAPABILITY = (8, 0)  # bfloat16 tensor cores and asynchronous copies came with Ampere
 
 
@@ -45,6 +47,8 @@ def _cannot_launch(device: torch.device) -> str | None:
         trial.run(device)
     # Whatever it is, of triton, a compiler or the driver: it is what every other launch would fail with.
     except Exception as error:
+        if kind_of(error) != "own":  # which says nothing of kernels
+            raise
         return (
             f"a kernel of one element cannot be launched: {error} ({type(error).__name__}); Triton needs "
             "a C compiler, Python's headers and a writable cache folder (TRITON_CACHE_DIR)"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
+from engine import kernels
 from engine.bringup import explain
+from engine.kernels import availability
 from engine.layers.precision.forms import precision_forms, probe
 from engine.lifetime import ExitCode
 from engine.memory_profile import profile
@@ -29,6 +32,8 @@ __all__ = ["card"]
 CPU = torch.device("cpu")
 PROMPT, GREEDY = [5, 6, 7, 8, 9], Sampling(max_tokens=6, ignore_eos=True)
 FIGURES = "50.00 GiB of the card's 80.00 GiB are free; torch holds 20.00 GiB, of which 18.00 GiB are in use"
+
+BY_TRITON = "Triton Error [CUDA]: an illegal memory access was encountered"
 
 
 def of_cuda(code: int | None, text: str) -> torch.AcceleratorError:
@@ -60,6 +65,12 @@ def model() -> LoadedModel:
         (of_cuda(None, "unspecified launch failure"), "lost"),
         (of_cuda(700, "an illegal memory access was encountered"), "lost"),
         (of_cuda(719, "unspecified launch failure: out of memory"), "lost"),
+        (of_cuda(721, "tensor memory not completely freed"), "lost"),
+        (of_cuda(1, "invalid argument"), "own"),
+        (of_cuda(9, "invalid configuration argument"), "own"),
+        (of_cuda(209, "no kernel image is available for execution on the device"), "own"),
+        (of_cuda(701, "too many resources requested for launch"), "own"),
+        (of_cuda(801, "operation not supported"), "own"),
         (of_cuda(900, "operation not permitted when stream is capturing"), "own"),
         (of_cuda(908, "operation failed: wrong thread"), "own"),
         (torch.OutOfMemoryError("CUDA out of memory."), "memory"),
@@ -69,13 +80,50 @@ def model() -> LoadedModel:
             "memory",
         ),
         (RuntimeError("Triton Error [CUDA]: out of memory"), "memory"),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), "lost"),
+        (RuntimeError("Triton Error [CUDA]: device-side assert triggered"), "lost"),
+        (RuntimeError("Triton Error [CUDA]: unknown error"), "lost"),
+        (RuntimeError("CUDA driver error: unspecified launch failure"), "lost"),
+        (RuntimeError("torch.compile could not compile x: CUDA error: misaligned address"), "lost"),
+        (RuntimeError("Triton Error [CUDA]: invalid argument"), "own"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmul`"), "own"),
+        (RuntimeError("unknown error"), "own"),
         (CopyFailed("copying KV blocks failed: out of memory"), "own"),
         (ValueError("out of memory"), "own"),
     ],
 )
 def test_errors_are_told_apart(error: Exception, kind: str) -> None:
     assert kind_of(error) == kind
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        RuntimeError("Triton Error [CUDA]: the operation cannot be performed in the present state"),
+        of_cuda(400, "invalid resource handle"),
+        of_cuda(None, "of a later version"),
+    ],
+)
+def test_where_an_error_does_not_tell_the_device_is_asked(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries report a fault of the device and one of their own alike."""
+    answers: list[Exception | None] = [None, of_cuda(900, "operation not permitted when stream is capturing")]
+    answers += [of_cuda(700, "an illegal memory access was encountered"), of_cuda(400, "invalid handle")]
+
+    def synchronize() -> None:
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert kind_of(error) == "own", "no device was used that could be lost"
+    assert len(answers) == 4
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert [kind_of(error) for _ in range(4)] == ["own", "own", "lost", "lost"]
+    assert kind_of(RuntimeError("shapes do not match")) == "own", "which nobody has to be asked about"
 
 
 def test_the_allocator_of_the_cpu_is_known_by_its_text() -> None:
@@ -95,7 +143,8 @@ def test_its_text_says_what_the_card_has(card: FakeCard) -> None:
 def test_an_engine_that_ends_by_it_says_so() -> None:
     code, why = explain(of_cuda(2, "out of memory"), running=True)
     assert (code, why) == (ExitCode.OUT_OF_MEMORY, "out of memory while running: CUDA error: out of memory")
-    assert explain(of_cuda(700, "an illegal memory access"), running=True)[0] == ExitCode.DEVICE
+    for lost in (of_cuda(700, "an illegal memory access"), RuntimeError(BY_TRITON)):
+        assert explain(lost, running=True)[0] == ExitCode.DEVICE
 
 
 def test_pinned_memory_that_cannot_be_had_comes_with_its_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +174,22 @@ def test_a_step_that_meets_it_ends_its_requests_alone(
     assert (engine.heard.done[first].finish, engine.heard.done[first].code) == ("error", "oom")
     assert [engine.ids(second)] == expected
     assert engine.core.phase == "ready"
+
+
+def test_a_step_whose_device_is_lost_ends_the_engine(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is Triton that met it: every later step would fail too."""
+    made = Engine(model)
+
+    def failing(*_: Any) -> NoReturn:
+        raise RuntimeError(BY_TRITON)
+
+    monkeypatch.setattr(made.core.runner, "forward", failing)
+    made.submit(PROMPT, GREEDY)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        made.run()
+    assert made.core.phase == "failed"
 
 
 @pytest.mark.parametrize("text", ["CUBLAS_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory"])
@@ -221,7 +286,15 @@ def test_drafting_that_meets_it_is_given_up(model: LoadedModel, monkeypatch: pyt
     )
 
 
-def test_a_product_that_meets_it_is_not_called_wrong() -> None:
+@pytest.mark.parametrize("error", [no_memory, lost])
+def test_a_product_that_meets_it_is_not_called_wrong(error: Any) -> None:
     right = precision_forms("int8", CPU)[1]
     with pytest.raises(torch.AcceleratorError):
-        probe(replace(right, builder=no_memory), CPU)
+        probe(replace(right, builder=error), CPU)
+
+
+def test_kernels_are_not_called_impossible_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    availability._cannot_launch.cache_clear()
+    monkeypatch.setattr(kernels, "trial", SimpleNamespace(run=lost), raising=False)
+    with pytest.raises(torch.AcceleratorError):
+        availability._cannot_launch(CPU)
