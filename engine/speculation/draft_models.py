@@ -15,7 +15,6 @@ from typing import Literal, cast
 
 import torch
 
-from engine.attention.base import get_backend
 from engine.calibration import TEXT
 from engine.config import GIB
 from engine.kv_cache import KVCache, kv_bytes_per_block
@@ -30,6 +29,7 @@ from engine.models.loader import LoadedModel
 from engine.models.reading import Progress
 from engine.models.spec import ModelSpec
 from engine.runner import ModelRunner
+from engine.speculation.draft_attention import DraftAttention
 from engine.speculation.model_drafter import NEAR, ModelDrafter
 from engine.speculation.proposals import ProposalSampler
 from engine.speculation.rounds import RoundDrafter
@@ -38,7 +38,6 @@ from ipc.messages import KnobValue
 
 log = logging.getLogger(__name__)
 
-ATTENTION = "sdpa"  # that a draft model runs with
 MIB = 1 << 20
 WIDTH = {"model": 16, "fp8": 8, "int8": 8, "int4": 4}  # about the bits of a weight
 
@@ -222,7 +221,7 @@ class DraftModels:
                 decoder, runner.windowed, runner.kv, lambda: runner.attention, sampler, runner.to_device
             )
         else:
-            decoder, spec, backend = weights.decoder, self._windowed(), get_backend(ATTENTION, runner.device)
+            decoder, spec = weights.decoder, self._windowed()
             pool = KVCache.allocate(
                 spec,
                 num_blocks=runner.kv.num_blocks,
@@ -230,10 +229,13 @@ class DraftModels:
                 dtype=decoder.dtype,
                 device=runner.device,
             )
+            attention = DraftAttention(spec, runner.device, decoder.dtype)
+            attention.compile(decoder, pool, runner.spec.vocab_size)
             max_len = min(spec.max_model_len, self._max_model_len)
             drafter = ModelDrafter(
-                decoder, spec, pool, lambda: backend, sampler, runner.to_device, max_len=max_len
-            )
+                decoder, spec, pool, lambda: attention.beside(runner.attention_name), sampler,
+                runner.to_device, max_len=max_len,
+            )  # fmt: skip
         self._drafter = weakref.ref(drafter)
         log.info(
             "speculation=%s drafts with %s of weights and %s of keys and values: %s",
