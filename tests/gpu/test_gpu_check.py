@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.check import stages, summary
+from tests.gpu.check import knobs, stages, summary
 from tests.gpu.check.context import Context
 from tests.gpu.check.results import Results
 from tests.gpu.check.settings import LLAMA_3_8B, Settings
@@ -66,13 +66,24 @@ def test_the_dry_run_runs_every_stage(tmp_path: Path) -> None:
     assert results["parity"]["relative_error"] < 1e-5
     assert results["parity"]["top1_agreement_where_clear"] == 1.0
     assert set(results["serving"]["loads"]) == {"16 bits", "all on"}
-    assert {"attention", "kv_dtype", "weight_dtype", "overlap"} <= set(results["knobs"]["off"])
-    assert "cuda_graphs" in results["knobs"]["not_run"]
+    assert results["serving"]["failed"] == {}
+    changes = results["knobs"]
+    assert changes["failed"] == {}
+    assert set(changes["changes"]) | set(changes["not_run"]) == {change.name for change in knobs.CHANGES}
+    assert set(changes["not_run"]) == {
+        "cuda_graphs off", "fused_sampling off", "attention flash_attn", "attention varlen"
+    }  # fmt: skip
+    assert "need an NVIDIA GPU" in changes["not_run"]["cuda_graphs off"]
+    assert all(0 < row["low"] <= row["times"] <= row["high"] for row in changes["changes"].values())
+    for name in ("speculation ngram", "speculation self", "speculation draft"):
+        assert changes["changes"][name]["drafted_tok"] > 0, name
+    assert changes["changes"]["attention sdpa"]["attention"] == ["sdpa"]
     assert results["generate"]["runs"] or results["generate"]["absent"]
     assert results["generate_batch"]["runs"] or results["generate_batch"]["absent"]
     assert tuple(row["case"] for row in found["summary"]) == CASES
     assert {row["verdict"] for row in found["summary"]} == {"not measured"}
     assert all(case in done.stdout for case in CASES)
+    assert all(change.name in done.stdout for change in knobs.CHANGES)
     text = out.read_text("utf-8")
     assert not re.search(r'"/|/home|/work|/tmp|/usr', text), "a path of this machine was written down"
     assert socket.gethostname() not in text

@@ -24,12 +24,19 @@ class Context:
     timer: Timer
     started_s: float = field(default_factory=time.perf_counter)
     model: Model | None = None
-    found: dict[str, Any] = field(default_factory=dict)  # by the stage that runs, kept if it fails
+    stage: str = ""  # that runs
+    stage_began_s: float = 0.0
+    found: dict[str, Any] = field(default_factory=dict)  # by that stage, kept if it fails
 
     def begin(self, **found: Any) -> dict[str, Any]:
         """What a stage puts its figures into as it gets them."""
         self.found = found
         return found
+
+    def keep(self) -> None:
+        """Write what the stage has found so far, lest it is lost with the process."""
+        took_s = time.perf_counter() - self.stage_began_s
+        self.results.put(self.stage, "unfinished", took_s, error="it had not ended", result=self.found)
 
     @property
     def left_s(self) -> float:

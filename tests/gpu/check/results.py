@@ -1,4 +1,4 @@
-"""The file of results: what each stage found, written whole after each of them."""
+"""The file of results: what each stage found, written whole after each of them, and within long ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 FORMAT = 1
-Status = Literal["ok", "failed", "skipped"]
+Status = Literal["ok", "failed", "skipped", "unfinished"]
 
 
 class Results:
@@ -29,7 +29,7 @@ class Results:
             self.data["stages"] = held["stages"]
 
     def put(self, stage: str, status: Status, seconds: float, **content: Any) -> None:
-        """Write what a stage ended with."""
+        """Write what a stage ended with, or has so far."""
         self.data["stages"][stage] = {
             "status": status,
             "seconds": round(seconds, 3),

@@ -18,6 +18,9 @@ TINY = LLAMA_3_8B | {
     "torch_dtype": "float32",
 }  # fmt: skip
 
+SMALL = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+"""Of a draft model for it, as Llama 3.2 1B has them."""
+
 Weights = Literal["model", "fp8"]
 
 
@@ -65,6 +68,11 @@ class Settings:
         return TINY if self.tiny else LLAMA_3_8B
 
     @property
+    def draft_config(self) -> dict[str, Any]:
+        """config.json of a smaller model with the same vocabulary."""
+        return TINY | {"num_hidden_layers": 1} if self.tiny else LLAMA_3_8B | SMALL
+
+    @property
     def grid(self) -> list[Cell]:
         """The cells, what is worth most first within each precision: converting weights takes time."""
         batches = (1, 3) if self.tiny else (1, 64, 8, 32, 128)
@@ -89,8 +97,8 @@ class Settings:
 
     @property
     def flip_load(self) -> Load:
-        """What it gets for each knob."""
-        return Load(3, 12, 8) if self.tiny else Load(32, 128, 64)
+        """What it gets for each change of knobs, twice the prompt and an answer in front of it."""
+        return Load(3, 12, 36) if self.tiny else Load(32, 128, 64)
 
     @property
     def server_pool_gib(self) -> float:

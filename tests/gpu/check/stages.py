@@ -19,6 +19,7 @@ from tests.gpu.check import (
     correctness,
     decode,
     environment,
+    knobs,
     parity,
     prefill,
     rooflines,
@@ -53,8 +54,8 @@ STAGES = (
     Stage("parity", parity.run, 15.0),
     Stage("decode_fp8", decode.run_fp8, 20.0),
     Stage("rooflines", rooflines.run, 10.0),
-    Stage("serving", serving.run_server, 40.0),
-    Stage("knobs", serving.run_knobs, 40.0),
+    Stage("serving", serving.run, 40.0),
+    Stage("knobs", knobs.run, 40.0),
     Stage("generate", baselines.run_generate, 20.0),
     Stage("generate_batch", baselines.run_batch, 20.0),
 )
@@ -120,7 +121,7 @@ def _run_one(context: Context, stage: Stage) -> None:
         results.put(stage.name, "skipped", 0.0, error=why)
         print(f"{stage.name:15} skipped: {why}", flush=True)
         return
-    context.found = {}
+    context.found, context.stage, context.stage_began_s = {}, stage.name, began
     try:
         with torch.inference_mode(), _alarm(context.left_s):
             result = stage.run(context)

@@ -83,7 +83,7 @@ def _row(goal: Goal, results: Results) -> dict[str, Any]:
         return row | {"verdict": "not measured", "why": results.why_not(goal.stage)}
     parts = goal.measure(found)
     if not parts:
-        missing = found.get("not_run") or {}
+        missing = {**(found.get("not_run") or {}), **(found.get("failed") or {})}
         return row | {"verdict": "not measured", "why": _missing(goal.stage, missing, results)}
     worst = (max if goal.at_most else min)(parts, key=lambda name: parts[name])
     met = parts[worst] <= goal.share if goal.at_most else parts[worst] >= goal.share
@@ -110,8 +110,28 @@ def table(results: Results) -> str:
         )
         for row in results.data["summary"]
     ]  # fmt: skip
-    lines = [*_aligned([head, *body]), "", *_stages(results), "", f"results: {results.path.name}"]
-    return "\n".join(lines)
+    lines = [*_aligned([head, *body]), "", *_changes(results), *_stages(results), ""]
+    return "\n".join([*lines, f"results: {results.path.name}"])
+
+
+def _changes(results: Results) -> Iterable[str]:
+    """What each change from everything on made of the time of a token, or why it was not made."""
+    found = results.data["stages"].get("knobs", {}).get("result")
+    if not found:
+        return
+    title = "change from everything on"
+    if results.data["identity"]["device"] == "cpu":
+        title += " (a dry run says nothing of a card)"
+    cells = [(title, "ms a token", "times", "95 % of it", "accepted drafts")]
+    for name, row in found["changes"].items():
+        drafts = f"{row['accepted_tok']} of {row['drafted_tok']}" if row["drafted_tok"] else ""
+        spread = f"{row['low']:.3f} to {row['high']:.3f}"
+        cells.append((name, f"{row['token_ms']:.3f}", f"{row['times']:.3f}", spread, drafts))
+    yield from _aligned(cells)
+    for kind in ("failed", "not_run"):
+        for name, why in found[kind].items():
+            yield f"{name}: {'FAILED: ' if kind == 'failed' else ''}{why}"[:150]
+    yield ""
 
 
 def _aligned(cells: list[tuple[str, ...]]) -> Iterable[str]:
