@@ -17,18 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import Needs
 from engine.kernels import availability
-from engine.kv_cache import KVCache
 from engine.layers.linear import LinearLayer
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import head_rms_norm, rms_norm
 from engine.layers.quantized import AnyRows
-from engine.layers.rope import RotaryTable, rotate_
+from engine.layers.rope import rotate_
 from engine.models.decoder import Decoder
 from engine.models.reading import Progress
 from engine.native import unavailable
-from engine.ops.base import Ops, StoreStep
+from engine.ops.base import Ops
+from engine.ops.plain import TorchStoreQKV
 
 NAME = "compile"
 STAGE = "compiling parts of the decoder"  # as the console shows it
@@ -175,35 +174,21 @@ class _AddNorm:
         return self._run.add_norm(x, _packed(delta), weight, eps)
 
 
-class _StoreQKV:
+class _StoreQKV(TorchStoreQKV):
     name = NAME
 
     def __init__(self, run: _Compiled) -> None:
         self._run = run
 
-    def begin(
-        self,
-        rotary: RotaryTable,
-        positions: Tensor,
-        slots: Tensor,
-        kv: KVCache,
-        needs: Needs,
-        dtype: torch.dtype,
-    ) -> StoreStep:
-        cos, sin = rotary.at(positions, dtype)
-        kv_heads, run = kv.k[0].shape[1], self._run
-
-        def store(
-            layer: int, qkv: Tensor, head_norm: Tensor | None, eps: float
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            qk = _packed(qkv)[:, :-kv_heads]
-            if head_norm is None:
-                run.rotate(qk, cos, sin)
-            else:
-                run.norm_rotate(qk, cos, sin, head_norm, eps)
-            return kv.store(layer, slots, qkv, scaled=needs.scaled)
-
-        return store
+    def turn(
+        self, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, head_norm: Tensor | None, eps: float
+    ) -> None:
+        """Compiled. See `TorchStoreQKV.turn`."""
+        qk = _packed(qkv)[:, :-kv_heads]
+        if head_norm is None:
+            self._run.rotate(qk, cos, sin)
+        else:
+            self._run.norm_rotate(qk, cos, sin, head_norm, eps)
 
 
 class _Gate:

@@ -46,18 +46,24 @@ class TorchStoreQKV:
         dtype: torch.dtype,
     ) -> StoreStep:
         cos, sin = rotary.at(positions, dtype)
-        kv_heads = kv.k[0].shape[1]
+        kv_heads, turn = kv.k[0].shape[1], self.turn
 
         def store(
             layer: int, qkv: Tensor, head_norm: Tensor | None, eps: float
         ) -> tuple[Tensor, Tensor, Tensor]:
-            qk = qkv[:, :-kv_heads]
-            if head_norm is not None:
-                qk.copy_(head_rms_norm(qk, head_norm, eps))
-            rotate_(qk, cos, sin)
+            turn(qkv, kv_heads, cos, sin, head_norm, eps)
             return kv.store(layer, slots, qkv, scaled=needs.scaled)
 
         return store
+
+    def turn(
+        self, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, head_norm: Tensor | None, eps: float
+    ) -> None:
+        """Norm the heads of queries and keys, for models that do, and rotate them, both in place."""
+        qk = qkv[:, :-kv_heads]
+        if head_norm is not None:
+            qk.copy_(head_rms_norm(qk, head_norm, eps))
+        rotate_(qk, cos, sin)
 
 
 class TorchGate:
