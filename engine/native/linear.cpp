@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "panels.h"
@@ -15,7 +14,7 @@
 constexpr int ROWS = WIDTH == 16 ? 12 : 6;  // of x at once: their sums fill the registers
 constexpr int64_t BLOCK_COLS = 1024, BLOCK_ROWS = 48;  // of x: 192 KiB, to stay in a core's own cache
 constexpr int TOGETHER = 4;                            // panels that a single row takes at once
-constexpr int CHUNKS = 8;                              // for each thread, so that all are done at about the same time
+constexpr int CHUNKS = 16;                             // for each thread, so that all are done at about the same time
 
 // A part of the product: rows of x from `x` on, input channels [col, col_end), panels from `panel` on.
 template <typename Kind>
@@ -25,14 +24,14 @@ struct Part {
     float* y;  // of the first of the rows and panels
     int64_t y_row, col, col_end, panel;
 
-    // M rows with P panels that stand one behind the other, added to y.
+    // M rows with P panels that stand one behind the other, added to y, or put there by the first input channels.
     template <int M, int P>
     void tile(int64_t row, int64_t nth) const {
         const float* from = x + row * w.num_cols;
         float* to = y + row * y_row + nth * PANEL;
         Floats sum[M][2 * P];
         for (int m = 0; m < M; m++)
-            for (int v = 0; v < 2 * P; v++) sum[m][v] = load(to + m * y_row + v * WIDTH);
+            for (int v = 0; v < 2 * P; v++) sum[m][v] = col ? load(to + m * y_row + v * WIDTH) : Floats{};
         for (int64_t begin = col; begin < col_end;) {
             const int64_t end = std::min(col_end, Kind::run_end(w, begin));
             typename Kind::Reader readers[P];
@@ -68,7 +67,7 @@ struct Part {
     }
 };
 
-// The sums of panels [first, last), all rows, added to y [num_rows, y_row].
+// The sums of panels [first, last), all rows, in y [num_rows, y_row].
 template <typename Kind>
 static void add_panels(const PanelWeight& w, const float* x, int64_t num_rows, float* y, int64_t y_row, int64_t first,
                        int64_t last) {
@@ -103,11 +102,11 @@ template <typename Kind>
 static void product(const float* x, int64_t num_rows, const PanelWeight& w, float* y, int num_threads) {
     const int64_t y_row = w.num_panels * PANEL;
     const int64_t wanted = (w.num_panels + num_threads * CHUNKS - 1) / (num_threads * CHUNKS);
-    const int64_t size = (wanted + TOGETHER - 1) / TOGETHER * TOGETHER;
+    const int64_t step = num_rows > ROWS ? 1 : TOGETHER;  // more rows take one panel after the other
+    const int64_t size = (wanted + step - 1) / step * step;
     share((w.num_panels + size - 1) / size, num_threads, [&, y_row, size](int64_t chunk) {
         const int64_t first = chunk * size, last = std::min(first + size, w.num_panels);
         const int64_t begin = first * PANEL, count = (last - first) * PANEL;
-        for (int64_t row = 0; row < num_rows; row++) std::memset(y + row * y_row + begin, 0, count * sizeof(float));
         add_panels<Kind>(w, x, num_rows, y, y_row, first, last);
         for (int64_t row = 0; row < num_rows; row++) finish<Kind>(w, y + row * y_row + begin, begin, count);
     });
