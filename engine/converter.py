@@ -95,11 +95,19 @@ class Converter:
             store.drop()
             self._codes.clear()
 
-    def check(self, precision: WeightPrecision, spare_bytes: int = 0, *, forget: bool = False) -> None:
+    def check(
+        self,
+        precision: WeightPrecision,
+        spare_bytes: int = 0,
+        *,
+        forget: bool = False,
+        is_spare: bool = False,
+    ) -> None:
         """Raise `NoRoom` if the layers cannot be brought to ``precision``, with what is needed and there.
 
-        ``spare_bytes`` of the device are free during the conversion and needed again after it. ``forget``:
-        each original weight is let go once it was converted.
+        ``spare_bytes`` of the device are free during the conversion and needed again after it; ``is_spare``:
+        they are free already. ``forget``: each original weight is let go once it was converted. How many
+        layouts the weights will be held in is only known once their kind was converted to.
         """
         if precision == self.precision:
             return
@@ -118,21 +126,31 @@ class Converter:
                 host += sum(quantized_bytes("int4", *store.shapes[place]) for place in places)
             if not cpu and not forget:
                 host += max(0, store.nbytes - store.host_bytes)
+        kept = spare_bytes if is_spare else 0
         wanted = [
-            (f"weights in {precision.name}", new + work, free_bytes(store.device)),
+            (f"weights in {precision.name}", new + work, free_bytes(store.device) - kept),
             ("host memory for the original weights and AWQ's codes", host, available_bytes()),
         ]
         if cpu:
-            wanted = [(f"weights in {precision.name}", new + work + host, available_bytes())]
+            wanted = [(f"weights in {precision.name}", new + work + host, available_bytes() - kept)]
         for what, needed, available in wanted:
             if needed > available:
-                raise NoRoom(f"{what} would take {_gib(needed)} more, {_gib(available)} can be had")
+                can = _gib(max(0, available))
+                raise NoRoom(f"{what} would take {_gib(needed)} more, {can} can be had")
 
-    def convert(self, precision: WeightPrecision, progress: Progress, *, may_forget: bool = False) -> None:
+    def convert(
+        self,
+        precision: WeightPrecision,
+        progress: Progress,
+        spare_bytes: int = 0,
+        *,
+        may_forget: bool = False,
+    ) -> None:
         """Bring all layers to ``precision``; those that are so already are left alone.
 
-        ``may_forget``: originals that there will be no room for are let go one by one, so that memory never
-        holds all weights twice. There is no way back then, should it fail.
+        ``spare_bytes`` of the device are free and needed again afterwards. ``may_forget``: originals that
+        there will be no room for are let go one by one, so that memory never holds all weights twice. There
+        is no way back then, should it fail.
 
         Raises what `check` raises, MemoryError or RuntimeError if memory does not suffice after all, and
         ValueError naming the layer whose weight or input is not finite. Some layers may then be converted
@@ -140,17 +158,21 @@ class Converter:
         """
         extra, free = self._left_over(precision) if may_forget else (0, 0)
         forget = extra > free * KEEP_SHARE
-        if self.precision is not None or self._gone:  # else it is the way back, which there is no other than
+        is_way_back = self.precision is None and not self._gone  # which there is no other than
+        if not is_way_back:
             self.check(precision, forget=forget)
         if precision == self.precision:
             return
+        if precision.kind is not None and self._learn(precision) and not is_way_back:
+            # They may turn out to be held in more than one layout, which nobody could know before.
+            extra, free = self._left_over(precision) if may_forget else (0, 0)
+            forget = extra > free * KEEP_SHARE
+            self.check(precision, spare_bytes, forget=forget, is_spare=True)
         self.precision = None
         with torch.inference_mode():
             if self._must_read(precision):
                 self._convert(WeightPrecision(), progress)
                 self._read(precision, progress)
-            if precision.kind is not None:
-                self._learn(precision)
             if forget:
                 self._give_up(extra, free)
             self._convert(precision, progress, forget=forget)
@@ -170,8 +192,8 @@ class Converter:
         self.check_lighter(kind)
         found = self._lighter_bytes.get(kind)
         if found is None:
+            self._learn(_draft_precision(kind))
             with torch.inference_mode():
-                self._learn(_draft_precision(kind))
                 places = [place for place in self._store.shapes if place.layer == 0]
                 made = [self._maker.quantized(place, self._rounded(place, kind)) for place in places]
             found = sum(linear.own_bytes for linear in made) * self._store.spec.num_layers
@@ -189,8 +211,8 @@ class Converter:
         places = [place for place in store.shapes if place != HEAD]
         meter = Meter(f"making a draft in {kind}", sum(map(store.bytes_of, places)), progress)
         made: dict[Place, LinearLayer] = {}
+        self._learn(precision)
         with torch.inference_mode():
-            self._learn(precision)
             for place in places:
                 made[place] = self._maker.quantized(place, self._quantized(precision, place))
                 meter.add(store.bytes_of(place))
@@ -254,16 +276,20 @@ class Converter:
         except ValueError as error:
             raise ValueError(f"{place.name}: {error}") from error
 
-    def _learn(self, precision: WeightPrecision) -> None:
-        """Choose what computes this kind of weights, when it is first wanted for these layers."""
+    def _learn(self, precision: WeightPrecision) -> bool:
+        """Choose what computes this kind of weights, when it is first wanted for these layers, and only then
+        return True.
+        """
         assert precision.kind is not None
         with_head = precision.high == "none"
         if (precision.kind, with_head) in self._learned:
-            return
+            return False
         places = [*self._maker.sample_places(), *([HEAD] if with_head else [])]
-        samples = [self._rounded(place, precision.kind) for place in places]
-        self._maker.learn(precision.kind, samples)
+        with torch.inference_mode():
+            samples = [self._rounded(place, precision.kind) for place in places]
+            self._maker.learn(precision.kind, samples)
         self._learned.add((precision.kind, with_head))
+        return True
 
     def _must_read(self, precision: WeightPrecision) -> bool:
         """Whether the calibration text has to be read for ``precision``."""
@@ -345,7 +371,7 @@ class Converter:
             if label == self._labels[place]:
                 continue
             if precision.kind is not None and label != PLAIN:
-                total += quantized_bytes(precision.kind, rows, cols)
+                total += quantized_bytes(precision.kind, rows, cols) * self._maker.layouts(precision.kind)
             else:
                 forms = self._maker.choice.distinct
                 extra = [f for f in forms if f.layout != "dense" or f.weight_dtype != store.dtype or not cpu]

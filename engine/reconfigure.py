@@ -229,7 +229,7 @@ def _apply(
     """Bring everything to these values; what is so already is left alone. What may fail comes first."""
     runner, precision = core.runner, WeightPrecision.of(values)
     if precision != runner.precision:
-        _convert_weights(core, precision, now_ns)
+        _convert_weights(core, precision, layout)
     attention = resolve(values, core.knobs.context)
     if core.attention != attention:
         runner.set_attention(attention)
@@ -261,8 +261,11 @@ def _speculate(core: EngineCore, values: Mapping[str, KnobValue]) -> None:
     core.drafts.keep_only(DraftWeights.of(values))
 
 
-def _convert_weights(core: EngineCore, precision: WeightPrecision, now_ns: int) -> None:
-    """Convert the weights once the pool is gone, whose content belongs to the old ones."""
+def _convert_weights(core: EngineCore, precision: WeightPrecision, layout: Layout) -> None:
+    """Convert the weights once the pool is gone, whose content belongs to the old ones.
+
+    Room is left for the pool of ``layout``.
+    """
     core.speculator.stop()
     for arena in ARENAS:
         _resize(core, arena, 0)
@@ -272,8 +275,8 @@ def _convert_weights(core: EngineCore, precision: WeightPrecision, now_ns: int) 
     before, began_ns = runner.weight_bytes, core.clock_ns()
     log.info("converting the weights to %s; requests wait", precision.name)
     try:
-        runner.set_precision(precision, core.progress)
-    except NoRoom as error:  # memory has become less since it was looked at
+        runner.set_precision(precision, core.progress, layout.pool_bytes)
+    except NoRoom as error:  # memory has become less, or the weights are best held in several layouts
         raise MemoryError(str(error)) from None
     took_s, now = (core.clock_ns() - began_ns) * 1e-9, runner.weight_bytes
     log.info(

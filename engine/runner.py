@@ -167,8 +167,9 @@ class ModelRunner:
         """Raise `NoRoom`, saying what is needed and what is there, if weights cannot be brought to it."""
         self._converter.check(precision, 0 if self.kv is None else self.kv.nbytes)
 
-    def set_precision(self, precision: WeightPrecision, progress: Progress) -> None:
-        """Convert the weights. A change frees the pool, whose content belongs to the old weights.
+    def set_precision(self, precision: WeightPrecision, progress: Progress, pool_bytes: int = 0) -> None:
+        """Convert the weights. A change frees the pool, whose content belongs to the old weights; the next
+        one takes ``pool_bytes``.
 
         Raises what `engine.converter.Converter.convert` raises, after which it has to be called again.
         """
@@ -177,7 +178,7 @@ class ModelRunner:
         self.free_kv()
         self._calibration.forget()
         try:
-            self._converter.convert(precision, progress)
+            self._converter.convert(precision, progress, pool_bytes)
         finally:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # the old weights' memory, so that it is seen to be free

@@ -69,7 +69,10 @@ PLAIN = "model"
 
 
 def quantized_bytes(kind: Kind, rows: int, cols: int) -> int:
-    """About the bytes of a weight [rows, cols] with scales and zeros, in the layout that takes most."""
+    """About the bytes of a weight [rows, cols] with scales and zeros, in the layout that takes most.
+
+    A weight that is held in several layouts takes that much in each.
+    """
     if kind != "int4":
         return rows * cols + 4 * rows
     group = next((g for g in KERNEL_GROUPS if cols % g == 0 and INT4_GROUP % g == 0), INT4_GROUP)

@@ -278,6 +278,11 @@ class LinearMaker:
         choice = self._precisions.get(kind)
         return choice is not None and any(form.layout == "plain" for form in choice.distinct)
 
+    def layouts(self, kind: Kind) -> int:
+        """In how many layouts a weight of this kind is held; 1 as long as `learn` has not seen any."""
+        choice = self._precisions.get(kind)
+        return 1 if choice is None else len({form.layout for form in choice.distinct})
+
     def learn_loaded(self) -> None:
         """Choose the forms for a model that was loaded quantized, by weights of each layout in it."""
         seen, elements = set[object](), 0

@@ -14,12 +14,13 @@ from torch import Tensor
 from engine import converter
 from engine.knob import KnobContext
 from engine.knob_store import KnobStore, PatchRefused
-from engine.layers.precision import KINDS, precision_forms
+from engine.layers.linear import plain_choice
+from engine.layers.precision import KINDS, PrecisionChoice, precision_forms
 from engine.layout import NoRoom
 from engine.models.linears import HEAD, LinearMaker, Place
 from engine.models.loader import LoadedModel, load_model
 from engine.runner import ModelRunner
-from engine.weight_precision import WeightPrecision
+from engine.weight_precision import WeightPrecision, quantized_bytes
 from ipc.messages import CANCELLED, ApplyEvent, KnobValue, Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.driving import CPU
@@ -387,6 +388,47 @@ def test_a_refusal_says_what_is_needed_and_what_is_there(monkeypatch: pytest.Mon
         runner.check_precision(precision)
     no_memory(monkeypatch, needed)
     runner.check_precision(precision)
+
+
+def in_two_layouts(kind: Any, *_: Any, **__: Any) -> PrecisionChoice:
+    forms = {form.name: form for form in precision_forms(kind, CPU)}
+    return PrecisionChoice((1, 2), (forms["int4pack"], forms["codes-fp32gemm"]), kind)
+
+
+def test_weights_in_two_layouts_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is known once their kind was measured: at the first conversion to it, before anything of it is
+    done, and from then on before the pool is touched."""
+    monkeypatch.setattr("engine.models.linears.choose_precision", in_two_layouts)
+    monkeypatch.setattr("engine.models.linears.choose", lambda *_, **__: plain_choice(torch.float32))
+    engine = Engine(larger())
+    core = engine.core
+    pool = core.layout.pool_bytes
+    low = WeightPrecision("int4", "rtn", "head")
+    each = 3 * sum(quantized_bytes("int4", *shape) for shape in SHAPES)
+    work = converter.WORK_COPIES["rtn"] * 4 * 1024 * 256
+    layouts = 1.5  # that there is room for beside the pool, which is free when it is asked again
+
+    def available(*_: Any) -> int:
+        return int(layouts * each) + work - (pool if core.runner.kv is not None else 0)
+
+    monkeypatch.setattr(converter, "available_bytes", available)
+    monkeypatch.setattr(converter, "free_bytes", available)
+    rid = engine.submit(list(range(4, 40)), SAMPLING)
+    engine.core.step()
+    refused = flip(engine, weight_dtype="int4", int4_method="rtn")
+    assert refused.result == "rolled_back"
+    assert refused.why.startswith("weights in int4 rtn, head kept would take ")
+    assert (core.runner.precision, core.layout.pool_bytes) == (WeightPrecision(), pool)
+    assert len(engine.ids(rid)) == NEW_TOKENS
+    preempted = len(engine.heard.preemptions)
+    assert flip(engine, weight_dtype="int4", int4_method="rtn").preempted == 0
+    assert len(engine.heard.preemptions) == preempted
+    layouts = 2.0
+    before = core.runner.weight_bytes
+    assert flip(engine, weight_dtype="int4", int4_method="rtn").result == "ok"
+    assert core.runner.precision == low
+    held = core.runner.weight_bytes - before + arithmetic("model")
+    assert 1.5 * each < held <= 2 * each
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

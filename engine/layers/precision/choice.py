@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -166,14 +167,42 @@ def choose_precision(
 def _by_rows(
     forms: Sequence[PrecisionForm], times: Mapping[PrecisionForm, Mapping[int, float]], kind: Kind
 ) -> PrecisionChoice:
-    # What serves many rows is held anyway and only gives way to something clearly better.
+    held = _layouts(forms, times)
+    forms = [form for form in forms if form.layout in held]
+    # What serves many rows only gives way to something clearly better.
     base = min(forms, key=lambda form: times[form][PROBE_ROWS[-2]] + times[form][PROBE_ROWS[-1]])
     chosen = []
     for rows in PROBE_ROWS:
         best = min(forms, key=lambda form: times[form][rows])
-        gain = SAME_LAYOUT_GAIN if best.layout == base.layout else EXTRA_LAYOUT_GAIN
-        chosen.append(best if times[best][rows] <= gain * times[base][rows] else base)
+        chosen.append(best if times[best][rows] <= SAME_LAYOUT_GAIN * times[base][rows] else base)
     return PrecisionChoice(*merged(PROBE_ROWS, chosen), kind)
+
+
+def _layouts(
+    forms: Sequence[PrecisionForm], times: Mapping[PrecisionForm, Mapping[int, float]]
+) -> tuple[str, ...]:
+    """What is worth its memory: the layouts that together take the least time, all numbers of rows counting
+    the same, where each is needed. One is needed if for some number of rows it takes at most
+    `EXTRA_LAYOUT_GAIN` of the time that the best form in another layout of them does.
+    """
+    took: dict[str, list[float]] = {}
+    for form in forms:
+        so_far = took.get(form.layout, [math.inf] * len(PROBE_ROWS))
+        took[form.layout] = list(map(min, so_far, (times[form][rows] for rows in PROBE_ROWS)))
+
+    def best(layouts: Sequence[str]) -> list[float]:
+        return [min(each) for each in zip(*(took[layout] for layout in layouts), strict=True)]
+
+    def needed(layout: str, layouts: Sequence[str]) -> bool:
+        others = best([other for other in layouts if other != layout])
+        return any(
+            own <= EXTRA_LAYOUT_GAIN * other and own < math.inf
+            for own, other in zip(took[layout], others, strict=True)
+        )
+
+    sets = (each for size in range(1, len(took) + 1) for each in combinations(took, size))
+    worth = [each for each in sets if len(each) == 1 or all(needed(layout, each) for layout in each)]
+    return min(worth, key=lambda each: math.prod(best(each)))
 
 
 def _reasons(kind: Kind, samples: Sequence[QuantizedWeight], device: torch.device) -> dict[str, str]:

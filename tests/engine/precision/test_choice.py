@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -71,6 +73,49 @@ def test_a_second_copy_needs_a_clear_gain(monkeypatch: pytest.MonkeyPatch) -> No
     assert chosen("int4") == "int4:codes-fp32gemm"
     with_times(monkeypatch, int4pack=(3.0, 5.0, 99.0, 99.0, 99.0), codes_fp32gemm=(5, 5, 5, 5, 5))
     assert chosen("int4") == "int4:int4pack:1+codes-fp32gemm:2"
+
+
+def four(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forms as a card has them: two that share a layout, and two with one of their own."""
+    form = precision_forms("int4", CPU)[0]
+    made = [
+        replace(form, name=name, layout=layout)
+        for name, layout in (("a", "plain"), ("b", "tiles"), ("c", "rows"), ("c-wide", "rows"))
+    ]
+    monkeypatch.setattr(choice, "usable_forms", lambda *_, **__: made)
+
+
+def test_a_layout_is_held_against_all_that_is_held_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not against what serves many rows: another form of its layout may be as fast for few."""
+    four(monkeypatch)
+    many = (55, 55, 55, 55, 45)
+    with_times(monkeypatch, a=(90,) * 5, b=(10, 20, 60, 200, 800), c=(10.1, 16, 18, 30, 200), c_wide=many)
+    assert chosen("int4") == "int4:c:1+c-wide:65"
+    with_times(monkeypatch, a=(90,) * 5, b=(7, 20, 60, 200, 800), c=(10.1, 16, 18, 30, 200), c_wide=many)
+    assert chosen("int4") == "int4:b:1+c:2+c-wide:65"
+
+
+def test_no_layout_is_kept_that_others_have_made_needless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``a`` alone is best for many rows, by less than a copy must gain over what few rows need anyway."""
+    four(monkeypatch)
+    with_times(
+        monkeypatch,
+        a=(50, 50, 50, 50, 40),
+        b=(10, 20, 60, 200, 800),
+        c=(15, 16, 18, 30, 200),
+        c_wide=(55, 55, 55, 55, 45),
+    )
+    assert chosen("int4") == "int4:b:1+c:2+c-wide:65"
+
+
+def test_a_form_that_was_not_measured_to_the_end_serves_what_no_other_does_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    four(monkeypatch)
+    inf = float("inf")
+    with_times(monkeypatch, a=(9, 9, inf, inf, inf), b=(8, 8, 8, inf, inf), c=(9, 9, 9, 9, inf),
+               c_wide=(20, 20, 20, 20, 20))  # fmt: skip
+    assert chosen("int4") == "int4:c:1+c-wide:65"
 
 
 def test_forms_that_quantize_activations_never_mix_with_those_that_do_not() -> None:
