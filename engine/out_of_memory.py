@@ -27,6 +27,7 @@ CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported to ...Capt
 # How errors without a class or code of their own begin or end: of CUDA and Triton, of cuBLAS and its like, of
 # torch's allocator for the CPU (the latter on Windows).
 NO_MEMORY = ("out of memory", "_STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
+MORE_THAN_COUNTS = "Storage size calculation overflowed"  # torch's text where bytes fill more than 64 bits
 # After these every use of the device fails until the process is gone. The runtime and the driver number them
 # alike, and say them alike. Source: CUDA runtime API, `cudaError`.
 LOST = {
@@ -153,13 +154,21 @@ def shortage(device: torch.device, needed: int) -> str:
     return f"{_gib(needed)} are needed, {_gib(available_bytes())} can be had on this machine"
 
 
+def is_shortage(error: BaseException) -> bool:
+    """Whether taking memory failed because there is not as much."""
+    return kind_of(error) == "memory" or str(error).startswith(MORE_THAN_COUNTS)
+
+
 @contextmanager
 def allocating(what: str, device: torch.device, needed: int, advice: str) -> Iterator[None]:
-    """Where memory for ``what`` is taken: if there is none, MemoryError says what is needed and there."""
+    """Where memory for ``what`` is taken: if there is none, MemoryError says what is needed and there.
+
+    Every other error comes as it is.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # the CPU's allocator raises the former
-        if kind_of(error) == "lost":
+        if not is_shortage(error):
             raise
         let_go(error)
         raise MemoryError(f"no memory for {what}: {shortage(device, needed)}; {advice}") from error

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from engine.kv_cache import KVCache
-from engine.out_of_memory import kind_of, text_of
+from engine.out_of_memory import is_shortage, kind_of, text_of
 from engine.plan import Arena, Copy
 from engine.timing import Timer
 
@@ -105,7 +105,7 @@ class HostArena:
         try:
             self.rows = torch.empty(shape, dtype=parts[0].dtype, pin_memory=kv.device.type == "cuda")
         except RuntimeError as error:
-            if kind_of(error) == "lost":
+            if not is_shortage(error):
                 raise
             raise MemoryError(
                 f"no host memory for {num_blocks} KV blocks ({num_blocks * kv.bytes_per_block / 2**30:.2f} "

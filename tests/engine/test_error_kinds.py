@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -50,6 +51,10 @@ def no_memory(*_: Any, **__: Any) -> NoReturn:
 
 def lost(*_: Any, **__: Any) -> NoReturn:
     raise of_cuda(700, "an illegal memory access was encountered")
+
+
+def mistaken(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError("shape mismatch: a fault of the engine")
 
 
 @pytest.fixture
@@ -154,8 +159,19 @@ def test_pinned_memory_that_cannot_be_had_comes_with_its_advice(monkeypatch: pyt
     monkeypatch.setattr("engine.models.staging.lane_to", lambda device: Card())
     with pytest.raises(MemoryError, match=r"no memory for pinned staging memory: .*ulimit -l"):
         Staging(CPU)
-    with pytest.raises(torch.AcceleratorError), allocating("w", CPU, 1, "ask for less"):
-        lost()
+
+
+@pytest.mark.parametrize("take", [lost, mistaken, lambda: torch.empty(-1)])
+def test_where_memory_is_taken_only_a_lack_of_it_is_called_so(take: Callable[[], Any]) -> None:
+    with pytest.raises(RuntimeError), allocating("w", CPU, 1, "ask for less"):
+        take()
+
+
+@pytest.mark.parametrize("size", [(1 << 52,), (1 << 62, 8)])  # the latter are more bytes than 64 bits count
+def test_more_than_can_be_counted_is_more_than_there_is(size: tuple[int, ...]) -> None:
+    told = pytest.raises(MemoryError, match=r"no memory for w: .* ask for less")
+    with told, allocating("w", CPU, 1, "ask for less"):
+        torch.empty(size)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -258,9 +274,10 @@ def test_an_arena_that_meets_it_says_its_size(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "empty", no_memory)
     with pytest.raises(MemoryError, match="no host memory for 3 KV blocks"):
         HostArena(kv, 3)
-    monkeypatch.setattr(torch, "empty", lost)
-    with pytest.raises(torch.AcceleratorError):
-        HostArena(kv, 3)
+    for error in (lost, mistaken):
+        monkeypatch.setattr(torch, "empty", error)
+        with pytest.raises(RuntimeError, match=r"illegal memory access|shape mismatch"):
+            HostArena(kv, 3)
 
 
 def test_the_largest_step_that_meets_it_does_not_fit(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
