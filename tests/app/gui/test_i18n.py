@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import engine
 from app import i18n
 from engine.knobs import KNOBS
+from engine.models.errors import ModelError
+from engine.models.loader import load_model
+from tests.tiny_models import build
 
 APP = Path(i18n.__file__).parent
 ENGINE = Path(engine.__file__).parent
@@ -81,7 +86,7 @@ def test_a_text_of_the_engine_is_matched_with_what_it_holds() -> None:
     assert i18n.tr_engine("something nobody foresaw") == "something nobody foresaw"
 
 
-TOLD = {"CannotMap", "DeviceError", "MemoryError", "NoRoom"}
+TOLD = {"CannotMap", "DeviceError", "MemoryError", "ModelError", "NoRoom"}
 """Errors of the engine whose text the console shows as it is, with advice."""
 TOLD_BY = {"varlen_rows.py", "varlen.py", "availability.py", "attention_choice.py", "cards.py", "hardware.py",
            "driver.py", "gpm.py"}  # fmt: skip
@@ -108,14 +113,14 @@ def told_texts() -> dict[str, str]:
             elif isinstance(node, ast.Return) and path.name in TOLD_BY:
                 told = node.value
             text = None if told is None else sample(told)
-            if text is not None and " " in text.replace("7", ""):
+            if text is not None and " " in text.replace("7", "") and re.search("[a-z]", text):
                 found[text] = f"{path.relative_to(ENGINE)}:{getattr(node, 'lineno', 0)}"
     return found
 
 
-def test_what_the_engine_says_of_memory_and_devices_is_translated() -> None:
+def test_what_the_engine_says_of_memory_devices_and_models_is_translated() -> None:
     texts = told_texts()
-    assert len(texts) > 20
+    assert len(texts) > 150
     assert not {text: at for text, at in texts.items() if not CHINESE.search(CATALOGUE.foreign(text))}
 
 
@@ -139,6 +144,38 @@ def test_shortages_of_memory_are_translated_to_the_end(text: str) -> None:
     left = re.sub(r"GiB|KV|torch|cuda:0|CUDA error: out of memory|ulimit -l", "", shown)
     assert not re.search(r"[a-z]{2,}", left), shown
     assert ("141.00 GiB" in shown) == ("{figures}" in text)
+
+
+def test_what_is_wrong_with_a_model_is_translated_as_it_is_told(tmp_path: Path) -> None:
+    """With advice behind it, and within the sentence about the engine that ended."""
+    said = {
+        "a.bin": "也不是 GGUF 文件：.bin 文件可以运行代码，因此拒绝；请把模型转换为 safetensors",
+        "a.safetensors": "既不是模型文件夹，也不是 GGUF 文件：请给出 config.json 所在的文件夹",
+        "code": "此模型要求运行自带的代码（config.json 中的 auto_map），这里从不这样做；",
+        "kind": "未知架构 'phi3'；支持：",
+        "json": "config.json 不是有效的 JSON：",
+        "tokens": "没有 tokenizer.json",
+        "nowhere": "无法打开 ",
+    }
+    (tmp_path / "a.bin").touch()
+    (tmp_path / "a.safetensors").touch()
+    configs: dict[str, str] = {
+        "code": json.dumps({"model_type": "llama", "auto_map": {"AutoModel": "its.own"}}),
+        "kind": json.dumps({"model_type": "phi3"}),
+        "json": "{",
+    }
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config, encoding="utf-8")
+    build(tmp_path / "tokens", "llama")
+    (tmp_path / "tokens" / "tokenizer.json").unlink()
+    for name, text in said.items():
+        with pytest.raises(ModelError) as found:
+            load_model(tmp_path / name, device=torch.device("cpu"), progress=lambda *_: None)
+        shown = CATALOGUE.foreign(f"The engine's process has ended: {found.value} (exit code 4).")
+        assert text in shown
+        assert shown.startswith("引擎进程已结束：")
+        assert shown.endswith("（退出码 4）。")
 
 
 def test_unknown_languages_are_refused_and_locales_are_picked() -> None:
