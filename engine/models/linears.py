@@ -270,7 +270,13 @@ class LinearMaker:
         # Weights in fp8 of our own making meet activations in fp8, as the hardware that has it wants.
         dynamic = kind == "fp8" and not self.store.is_quantized
         self._precisions[kind] = choose_precision(
-            kind, samples, device, dynamic=dynamic, exact=exact, timed=self._measure
+            kind,
+            samples,
+            device,
+            dynamic=dynamic,
+            exact=exact,
+            timed=self._measure,
+            dtype=self.activation_dtype,
         )
 
     def holds_codes(self, kind: Kind) -> bool:

@@ -7,7 +7,6 @@ arithmetic, and which kernel is best for each differs widely between CPUs.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -18,19 +17,14 @@ from torch import Tensor
 from engine.current_device import make_current
 from engine.layers.linear import ByRows, merged
 from engine.layers.precision.forms import PrecisionForm, precision_forms, refused_forms
-from engine.layers.precision.product import ERRORS, Product, held_bytes
+from engine.layers.precision.measuring import PROBE_ROWS, measure
+from engine.layers.precision.product import ERRORS, held_bytes
 from engine.layers.precision.weights import Kind, QuantizedWeight
 from engine.layers.quantized import AnyRows
-from engine.native import forward_pass
 
-PROBE_ROWS = (1, 4, 16, 64, 256)
-"""Numbers of rows that are measured. A choice holds from above the one before up to its number."""
-FEW = 4  # up to so many rows pass over all samples, which shall not fit into caches
-MANY_ROWS_SAMPLES = 4
 SAME_LAYOUT_GAIN = 0.9  # a form that holds nothing more must take at most this part of the time
 EXTRA_LAYOUT_GAIN = 0.75  # and one that holds the weight a second time, this part
 NATIVE = "native"  # a layout that serves every number of rows or none, so that nothing is held twice
-HOPELESS = 3.0  # a form that takes this many times as long as another is not measured for more rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +128,11 @@ def choose_precision(
     dynamic: bool = False,
     exact: bool = False,
     timed: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> PrecisionChoice:
     """Measure the usable forms on ``samples`` (on ``device``) and choose by the number of rows.
+
+    ``dtype``: of the activations that the products will have, in and out.
 
     Samples must hold a weight of every shape and layout that the choice shall serve. ValueError if no form
     fits, such as ``dynamic`` for int4. See `usable_forms` for the flags. Not ``timed``, the first form
@@ -148,10 +145,10 @@ def choose_precision(
         how = "quantized activations" if dynamic else "weights alone quantized"
         why = "; ".join(f"{name}: {reason}" for name, reason in _reasons(kind, samples, device).items())
         raise ValueError(f"no form computes {kind} weights with {how} on {device.type} ({why})"[:1000])
-    if not timed:
+    if not timed or len(forms) == 1:
         return PrecisionChoice((1,), (forms[0],), kind)
     make_current(device)
-    times = measure(forms, samples, device) if len(forms) > 1 else {forms[0]: dict.fromkeys(PROBE_ROWS, 0.0)}
+    times = measure(forms, samples, device, dtype)
     native = [form for form in forms if form.layout == NATIVE]
     others = [form for form in forms if form.layout != NATIVE]
     found = _by_rows(others, times, kind) if others else None
@@ -212,44 +209,3 @@ def _reasons(kind: Kind, samples: Sequence[QuantizedWeight], device: torch.devic
         refusals = (form.refuses(weight) for weight in samples)
         reasons[form.name] = next(filter(None, refusals), f"its activations are {form.activations}")
     return reasons
-
-
-def measure(
-    forms: Sequence[PrecisionForm], samples: Sequence[QuantizedWeight], device: torch.device
-) -> dict[PrecisionForm, dict[int, float]]:
-    """Seconds of one pass over the samples for each form and number of rows, the best of some passes.
-
-    A form that is hopeless for some number of rows from `FEW` on is not measured for more: its time is
-    infinite there.
-    """
-    built = {form: [form.build(weight, None, torch.float32) for weight in samples] for form in forms}
-    times: dict[PrecisionForm, dict[int, float]] = {form: {} for form in forms}
-    for rows in PROBE_ROWS:
-        inputs = {weight.shape[1]: torch.ones(rows, weight.shape[1], device=device) for weight in samples}
-        used = slice(None) if rows <= FEW else slice(MANY_ROWS_SAMPLES)
-        for form in forms:
-            if float("inf") in times[form].values():
-                times[form][rows] = float("inf")
-                continue
-            passes = (_pass_s(built[form][used], inputs, device) for _ in range(4))
-            times[form][rows] = min(passes)
-        best = min(took[rows] for took in times.values())
-        for took in times.values():
-            if rows > FEW and took[rows] > HOPELESS * best:
-                took[rows] = float("inf")
-    return times
-
-
-def _pass_s(products: Sequence[Product], inputs: dict[int, Tensor], device: torch.device) -> float:
-    _finish(device)
-    with forward_pass():
-        start = time.perf_counter()
-        for product in products:
-            product(inputs[product.shape[1]])
-        _finish(device)
-        return time.perf_counter() - start
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -29,6 +29,7 @@ from engine.layers.precision import (
 )
 from engine.layers.precision.codes import pack_nibbles
 from engine.layers.precision.forms import error_of, form_of, probe
+from engine.layers.precision.measuring import PROBE_ROWS
 from engine.layers.precision.product import Offer, held_bytes
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
@@ -140,8 +141,8 @@ def test_few_rows_are_widened_many_expanded_and_the_name_says_which(monkeypatch:
         choice,
         "measure",
         lambda *_: {
-            few: dict(zip(choice.PROBE_ROWS, (1, 1, 1, 2, 9), strict=True)),
-            many: dict.fromkeys(choice.PROBE_ROWS, 3),
+            few: dict(zip(PROBE_ROWS, (1, 1, 1, 2, 9), strict=True)),
+            many: dict.fromkeys(PROBE_ROWS, 3),
         },
     )
     weight = WEIGHTS["int4 awq"]
@@ -225,8 +226,8 @@ def test_each_step_names_the_kernel_that_it_ran(monkeypatch: pytest.MonkeyPatch)
         choice,
         "measure",
         lambda *_: {
-            few: dict(zip(choice.PROBE_ROWS, (1, 1, 9, 9, 9), strict=True)),
-            many: dict.fromkeys(choice.PROBE_ROWS, 3),
+            few: dict(zip(PROBE_ROWS, (1, 1, 9, 9, 9), strict=True)),
+            many: dict.fromkeys(PROBE_ROWS, 3),
         },
     )
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2}

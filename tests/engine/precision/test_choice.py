@@ -18,7 +18,7 @@ from engine.layers.precision import (
     quantize,
     usable_forms,
 )
-from engine.layers.precision.choice import PROBE_ROWS
+from engine.layers.precision.measuring import PROBE_ROWS
 
 CPU = torch.device("cpu")
 
