@@ -9,7 +9,7 @@ what the output head and sampling take is as large as it ever gets.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from engine.out_of_memory import CardMemory, kind_of, recover, text_of
 from engine.runner import ModelRunner
 from engine.speculation.base import Draft
 from engine.speculation.draft_models import DraftModels
+from engine.speculation.proposals import DraftFailed
 from ipc.messages import KnobValue, Sampling
 
 log = logging.getLogger(__name__)
@@ -50,9 +51,11 @@ class LargestStep:
         tokens = int(values["max_num_batched_tokens"] or 0)
         return cls(tokens, max(1, min(int(values["max_num_seqs"] or 0), tokens // (drafted + 1))), drafted)
 
-    def rows_of(self, block_size: int, context: int) -> list[TextRow]:
+    def rows_of(self, block_size: int, context: int, drafts: Sequence[Draft] = ()) -> list[TextRow]:
         """The rows over block 0: as many prompts as fill the step up, the first at the end of a context of
         ``context`` tokens, which none exceeds, and requests that decode.
+
+        drafts: one for each row, else made up.
         """
         each = self.drafted + 1
         room = max(0, self.tokens - each * self.rows)
@@ -71,7 +74,7 @@ class LargestStep:
                 rid=slot,
                 slot=slot,
                 sampling=SAMPLING,
-                draft=Draft([DUMMY] * self.drafted),
+                draft=drafts[slot] if drafts else Draft([DUMMY] * self.drafted),
             )
             for slot, (length, new) in enumerate(lengths)
         ]
@@ -86,7 +89,8 @@ class _Step:
 class MemoryProfile:
     """Bytes of a card. ``used``: without any pool, by the weights and whatever else runs on it.
 
-    ``step``: what the largest step takes beside the pool. ``graphs``: the budget of CUDA graphs.
+    ``step``: what the largest step takes beside the pool, and what the drafts for it do before, where a draft
+    model is there. ``graphs``: the budget of CUDA graphs.
     """
 
     total: int
@@ -117,7 +121,7 @@ def size_pool(
     """
     found = None
     if runner.device.type == "cuda":
-        found = profile(runner, values, config.gpu_memory_utilization)
+        found = profile(runner, values, config.gpu_memory_utilization, drafts)
     if config.kv_pool_bytes is not None:
         return found, config.kv_pool_bytes
     if found is None:
@@ -126,9 +130,16 @@ def size_pool(
     return found, drafts.leave_room(found.pool_bytes(config.gpu_memory_utilization))
 
 
-def profile(runner: ModelRunner, values: Mapping[str, KnobValue], utilization: float) -> MemoryProfile:
+def profile(
+    runner: ModelRunner,
+    values: Mapping[str, KnobValue],
+    utilization: float,
+    drafts: DraftModels | None = None,
+) -> MemoryProfile:
     """Run the largest step that ``values`` allow on a GPU. There must be no pool, and there is none after it.
 
+    drafts: a draft model that is there drafts for it, as often as ``values`` say, and with probabilities if
+    they are kept then.
     MemoryError, with what there is, if even that step does not fit.
     """
     device, largest = runner.device, LargestStep.of(values)
@@ -143,7 +154,8 @@ def profile(runner: ModelRunner, values: Mapping[str, KnobValue], utilization: f
         held = max(1, most // runner.kv_bytes_per_block(block_size, kv_dtype)) * block_size
         context = min(runner.max_len, held)
         torch.cuda.reset_peak_memory_stats(device)
-        runner.execute(_Step(largest.rows_of(block_size, context)))
+        made = _drafts(drafts, largest, context, values)
+        runner.execute(_Step(largest.rows_of(block_size, context, made)))
         step = max(0, torch.cuda.max_memory_reserved(device) - before.reserved)
     except (RuntimeError, MemoryError) as error:
         if kind_of(error) != "memory":
@@ -167,6 +179,23 @@ def profile(runner: ModelRunner, values: Mapping[str, KnobValue], utilization: f
         _gib(found.step), _gib(found.graphs),
     )  # fmt: skip
     return found
+
+
+def _drafts(
+    drafts: DraftModels | None, largest: LargestStep, context: int, values: Mapping[str, KnobValue]
+) -> list[Draft]:
+    """What a draft model makes for the largest step, none if there is no such model."""
+    drafter = None if drafts is None or not largest.drafted else drafts.to_measure()
+    if drafter is None:
+        return []
+    drafter.drawn = values["spec_sampling"] == "rejection"
+    try:
+        return drafter.largest(largest.rows, context, largest.drafted, SAMPLING)
+    except DraftFailed as error:  # it will say so again when it is to draft; its memory was taken
+        log.warning("the draft model could not be measured: %s", error)
+        return []
+    finally:
+        drafter.close()
 
 
 def _gib(num_bytes: int) -> str:

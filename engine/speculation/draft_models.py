@@ -246,6 +246,17 @@ class DraftModels:
         )
         return drafter
 
+    def to_measure(self) -> ModelDrafter | None:
+        """A drafter of the draft model over the pool that there is, None if its weights are not held.
+
+        It has to be closed before another one is made. Raises what `make` does.
+        """
+        if self._held is None or self._held.decoder is None:
+            return None
+        made = self.make(self._held.of)
+        assert isinstance(made, ModelDrafter)
+        return made
+
     def set_fused(self, wanted: Mapping[str, bool]) -> None:
         """Fuse parts of the decoder that drafts, if there is one. See `RoundDrafter.set_fused`."""
         drafter = None if self._drafter is None else self._drafter()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.attention.base import AttentionBackend, ToDevice
-from engine.batch import RowRequest
+from engine.batch import RowRequest, TextRow
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
@@ -21,8 +21,10 @@ from engine.speculation.base import MAX_DRAFT, NO_DRAFT, Draft
 from engine.speculation.mirror import Mirror
 from engine.speculation.proposals import ProposalSampler
 from engine.speculation.rounds import RoundDrafter, Work, settings
+from ipc.messages import Sampling
 
 CATCH_UP = 256  # tokens that one call computes at most beside those of drafts, over all requests
+DUMMY = 1  # a token, where it does not matter which
 NEAR = MAX_DRAFT + 1  # so few missing tokens are no catching up: what a step brought, and what it rejected
 
 
@@ -91,6 +93,31 @@ class ModelDrafter(RoundDrafter):
         for each in work:
             drafts[each.at] = each.draft
         return drafts
+
+    def largest(self, rows: int, context: int, count: int, sampling: Sampling) -> list[Draft]:
+        """Drafts of ``count`` tokens for ``rows`` requests, made with the largest rounds that there can be.
+
+        All blocks are block 0, whose content does not matter: it is for measuring the memory that it takes.
+        The first request is at the end of a context of ``context`` tokens, as far as the draft model goes,
+        and another one is caught up with beside them.
+        """
+        block_size, context = self._kv.block_size, min(context, self._max_len + 1)
+
+        def row(slot: int, length: int, num_new: int, num_computed: int) -> TextRow:
+            table = [0] * -(-(length + count) // block_size)
+            return TextRow([DUMMY] * length, table, num_new, num_computed, slot, slot, sampling=sampling)
+
+        near, more = min(NEAR, context), min(self._catch_up, context)
+        lengths = [max(near, context - count), *[near] * (rows - 1)]
+        first = [row(slot, length, near, length - near) for slot, length in enumerate(lengths)]
+        work = [Work(slot, each, each, count) for slot, each in enumerate(first)]
+        behind = row(rows, more + 1, more, 0)  # it lacks a token even then
+        try:
+            self._draft(work, [behind])
+        finally:
+            for slot in range(rows + 1):
+                super().release(slot)
+        return [each.draft for each in work]
 
     def release(self, slot: int) -> None:
         """Forget a slot."""

@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.graphs import driver
 from engine.graphs.switch import BUDGET_BYTES
 from engine.memory_profile import LargestStep, MemoryProfile, profile, size_pool
+from engine.speculation.rounds import RoundDrafter
 from engine.state import state_of
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.fake_card import GIB, FakeCard, card
@@ -38,7 +39,7 @@ def watched(engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> 
 
     def forwarding(prepared: Any, wanted: Any) -> torch.Tensor:
         batches.append(prepared.batch)
-        card.peak = card.reserved + 3 * GIB
+        card.peak = max(card.peak, card.reserved + 3 * GIB)
         return forward(prepared, wanted)
 
     monkeypatch.setattr(engine.core.runner, "forward", forwarding)
@@ -61,6 +62,53 @@ def test_the_largest_step_is_run_and_leaves_nothing(
     assert found == MemoryProfile(80 * GIB, 30 * GIB, 3 * GIB, BUDGET_BYTES)
     assert found.pool_bytes(0.9) == 72 * GIB - 34 * GIB
     assert engine.core.runner.kv is None
+
+
+@pytest.mark.parametrize("way", ["rejection", "coupled"])
+def test_a_draft_model_drafts_for_the_largest_step(
+    card: FakeCard, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A12: rounds over as many requests as a step can have, each with what a step may have brought, one at
+    the end of the context, and one that is caught up with; the drafts are held while the step runs, and what
+    they took before counts. The pool that it drafted over is gone after it."""
+    folder = tiny_folder("qwen3")
+    made = Engine(
+        load(tiny_folder("llama")), draft_model=folder, speculation="draft", max_num_batched_tokens=96,
+        max_num_seqs=8, spec_tokens=3, spec_sampling=way,
+    )  # fmt: skip
+    made.core.speculator.stop()
+    made.core.runner.free_kv()
+    batches = watched(made, card, monkeypatch)
+    rounds: list[Any] = []
+    forward = RoundDrafter._forward
+
+    def drafting(self: Any, rows: Any) -> Any:
+        rounds.append([(row.num_new, row.num_computed) for row in rows])
+        card.peak = card.reserved + 4 * GIB
+        return forward(self, rows)
+
+    monkeypatch.setattr(RoundDrafter, "_forward", drafting)
+    found = profile(made.core.runner, values(made), 0.9, made.core.drafts)
+    context = made.core.runner.max_len
+    assert rounds[0][:8] == [(17, context - 3 - 17), *[(17, 0)] * 7]
+    assert rounds[0][8:] == [(256, 0)]
+    assert [[new for new, _ in each] for each in rounds[1:]] == [[1] * 8] * 2
+    assert found.step == 4 * GIB
+    (batch,) = batches
+    kept = [draft.probs is not None for draft in batch.drafts]
+    assert kept == [way == "rejection"] * 8
+    assert all(len(draft) == 3 for draft in batch.drafts)
+    assert made.core.drafts.kv_bytes == 0
+    made.core.speculator.configure({**made.core.knobs.values, "speculation": "off"})
+
+
+def test_a_draft_model_that_is_not_held_is_not_measured(
+    card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Engine(load(tiny_folder("llama")), draft_model=tiny_folder("qwen3"), speculation="ngram")
+    made.core.runner.free_kv()
+    monkeypatch.setattr(RoundDrafter, "_forward", lambda *_: pytest.fail("nobody drafts"))
+    profile(made.core.runner, values(made), 0.9, made.core.drafts)
 
 
 @pytest.mark.parametrize("kv_dtype", ["model", "int8"])
@@ -142,7 +190,7 @@ def test_the_pool_is_what_is_left_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
     asked: list[float] = []
     monkeypatch.setattr(memory_profile, "host_pool_bytes", lambda: 2 * GIB)
     monkeypatch.setattr(
-        memory_profile, "profile", lambda runner, values, share: asked.append(share) or measured
+        memory_profile, "profile", lambda runner, values, share, models: asked.append(share) or measured
     )
     drafts: Any = SimpleNamespace(leave_room=lambda left: left - 2 * GIB)
     card_runner: Any = SimpleNamespace(device=torch.device("cuda", 0))
