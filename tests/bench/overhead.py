@@ -2,8 +2,9 @@
 
 32 requests decode at once on the real engine; the engine's own step rows tell where the time went. A step
 runs from its plan until its rows are ready, and what publishing took is in the row of the step after. Then
-the console attaches, offscreen and drawing at its usual rate, while the same load goes on, and the operating
-system's account of its processor time is read.
+the console attaches, offscreen and drawing at its usual rate, while the same load goes on, and leaves again,
+several times: what the engine generates with it is compared with what it generates alone, pair by pair, and
+the operating system's account of the console's processor time is read.
 """
 
 from __future__ import annotations
@@ -26,28 +27,33 @@ import psutil
 from ipc import messages as m
 from ipc.client import Client
 from tests import demo_model
+from tests.bench import paired
 from tests.bench.engine_process import ROOT, engine, environment
 from tests.bench.workloads import english_text
 
 STREAMS = 32
+SETTLE_S = 5.0  # until the console's window is up
 STAGES = ("plan_us", "prepare_us", "forward_us", "sample_us", "detokenize_us")
 
 
 class Load:
-    """Keeps `STREAMS` requests decoding: each that ends is followed by another."""
+    """Keeps `STREAMS` requests decoding: each that ends is followed by another.
+
+    The first ones have different lengths, so that requests end one by one and each second is like any other.
+    """
 
     def __init__(self, client: Client, out: int) -> None:
         self._client = client
         self._out = out
         self._text = english_text()
         self._next = 0
-        for _ in range(STREAMS):
-            self._send()
+        for stream in range(STREAMS):
+            self._send(max(1, out * (stream + 1) // STREAMS))
 
-    def _send(self) -> None:
+    def _send(self, out: int) -> None:
         prompt = self._text[self._next : self._next + 200]
         self._next = (self._next + 200) % (len(self._text) - 200)
-        sampling = m.Sampling(max_tokens=self._out, ignore_eos=True)
+        sampling = m.Sampling(max_tokens=out, ignore_eos=True)
         self._client.send(self._client.build_submit(prompt, sampling=sampling))
 
     def run(self, seconds: float) -> list[m.StepRow]:
@@ -57,7 +63,7 @@ class Load:
         while time.monotonic() < end:
             for reply in self._client.poll(0.1):
                 if isinstance(reply, m.Done):
-                    self._send()
+                    self._send(self._out)
                 elif isinstance(reply, m.Error):
                     raise RuntimeError(f"a request was refused: {reply.message}")
             for _, _, message in self._client.telemetry():
@@ -108,6 +114,41 @@ def console(ctl: str) -> Iterator[psutil.Process]:
                 process.wait()
 
 
+def tok_s(rows: Sequence[m.StepRow]) -> float:
+    """Generated tokens by the time of the steps that they took."""
+    return sum(row.output_tok for row in rows[:-1]) / (rows[-1].t_ns - rows[0].t_ns) * 1e9
+
+
+def beside_console(load: Load, ctl: str, pairs: int, seconds: float) -> dict[str, float | int]:
+    """The same load without and with the console, in turn, and what the console took."""
+    speeds: dict[str, list[float]] = {"off": [], "on": []}
+    seen: list[m.StepRow] = []
+    used = elapsed = 0.0
+    for pair, arm in paired.abba(pairs):
+        print(f"console {arm}, pair {pair + 1} of {pairs}", file=sys.stderr, flush=True)
+        if arm == "off":
+            load.run(1)
+            speeds[arm].append(tok_s(load.run(seconds)))
+            continue
+        with console(ctl) as process:
+            load.run(SETTLE_S)
+            before, start = cpu_s(process), time.monotonic()
+            rows = load.run(seconds)
+            used += cpu_s(process) - before
+            elapsed += time.monotonic() - start
+        speeds[arm].append(tok_s(rows))
+        seen += rows
+    compared = paired.compare("speed", "tok/s", "higher", speeds["off"], speeds["on"])
+    result: dict[str, float | int] = {"console_pairs": pairs}
+    for name in ("off_median", "on_median", "ratio", "low", "high"):
+        value = getattr(compared, name)
+        if value is not None:
+            result[f"console_tok_s_{name}"] = value
+    result["console_cpu_percent_of_a_core"] = 100 * used / elapsed
+    result["outside_forward_percent_with_console"] = shares(seen)["outside_forward_percent"]
+    return result
+
+
 def cpu_s(process: psutil.Process) -> float:
     """Processor time of a process and its threads so far."""
     times = process.cpu_times()
@@ -120,7 +161,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, help="the demo model by default")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each part (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each part (default: %(default)s)")
+    parser.add_argument(
+        "--pairs", type=int, default=4, help="without and with the console (default: %(default)s)"
+    )
     parser.add_argument("--out-tokens", type=int, default=160)
     parser.add_argument("--no-console", action="store_true", help="leave the console's part out")
     args = parser.parse_args(argv)
@@ -134,13 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         load.run(3)
         result: dict[str, float | int | str] = {"dtype": args.dtype, **shares(load.run(args.seconds))}
         if not args.no_console:
-            with console(ctl) as process:
-                load.run(5)  # until its window is up
-                before, start = cpu_s(process), time.monotonic()
-                rows = load.run(args.seconds)
-                used, elapsed = cpu_s(process) - before, time.monotonic() - start
-                result["console_cpu_percent_of_a_core"] = 100 * used / elapsed
-                result["outside_forward_percent_with_console"] = shares(rows)["outside_forward_percent"]
+            result |= beside_console(load, ctl, args.pairs, args.seconds)
     for name, value in result.items():
         print(f"{name:40} {value:.2f}" if isinstance(value, float) else f"{name:40} {value}")
     if args.json:
