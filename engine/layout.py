@@ -91,15 +91,18 @@ def layout_of(values: Mapping[str, KnobValue], runner: ModelRunner, pool_bytes: 
     return layout
 
 
-def check_room(device: torch.device, now: Layout, then: Layout) -> None:
-    """Raise `NoRoom` if memory cannot hold ``then`` once what differs of ``now`` was given back."""
+def check_room(device: torch.device, now: Layout, then: Layout, kept: int = 0) -> None:
+    """Raise `NoRoom` if memory cannot hold ``then`` once what differs of ``now`` was given back.
+
+    ``kept``: bytes of the device that no pool may take, for steps need them.
+    """
     pool = host = freed_pool = freed_host = 0
     if then.pool != now.pool:
         pool, freed_pool = then.pool_bytes, now.pool_bytes
     if then.host_bytes != now.host_bytes:
         host, freed_host = then.host_bytes, now.host_bytes
     wanted = [
-        ("the pool", pool, free_bytes(device) + freed_pool),
+        ("the pool", pool, max(0, free_bytes(device) + freed_pool - kept)),
         ("host memory for KV blocks", host, available_bytes() + freed_host),
     ]
     if device.type == "cpu":  # one memory holds both

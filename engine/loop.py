@@ -118,6 +118,7 @@ class EngineCore:
             wanted=DraftWeights.of(knobs.values),
         )
         self.memory_profile, self.pool_bytes = size_pool(config, self.runner, self.drafts, knobs.values)
+        self.drafts.kept_bytes = 0 if self.memory_profile is None else self.memory_profile.step
         without_host = {**knobs.values, "kv_host_gib": 0.0, "preemption": "recompute"}
         self.layout: Layout = layout_of(without_host, self.runner, self.pool_bytes)  # what is really there
         layout = self.layout

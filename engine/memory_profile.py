@@ -1,16 +1,20 @@
 """What a card's memory is needed for beside the KV pool, found by running the largest step once.
 
 As vLLM does it (`gpu_memory_utilization`): of the part of a card that may be used, what is left by weights,
-the largest step and CUDA graphs is the pool's. The step runs over a pool of a single block, which stands for
-every block of every row: what is written there is overwritten again and again, but what attention gathers and
-what the output head and sampling take is as large as it ever gets.
+the largest step and CUDA graphs is the pool's. Steps run over a single block, which stands for every block of
+every row: what is written there is overwritten again and again, but what attention gathers and what the
+output head and sampling take is as large as it ever gets.
+
+Which step is the largest depends on the attention: one long prompt, all requests decoding over long contexts,
+or pieces of many prompts. So one of each is run. Knobs that allow a larger one later have it run then
+(`measure_again`), before they count as applied.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,6 +23,7 @@ from engine.config import EngineConfig
 from engine.graphs import driver
 from engine.graphs.switch import BUDGET_BYTES
 from engine.memory import host_pool_bytes
+from engine.ops.plain import PLAIN
 from engine.out_of_memory import CardMemory, kind_of, recover, text_of
 from engine.runner import ModelRunner
 from engine.speculation.base import Draft
@@ -31,6 +36,14 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 SAMPLING = Sampling(temperature=1.0, top_p=0.9)  # has to look at the whole distribution
 DUMMY = 1  # the token that all of it consists of
+SHARED_TOKENS = 1 << 22
+"""Of all requests together where they share blocks: as much as to take all that attention gathers at once
+(`engine.attention.base.GATHER_BYTES`). Beyond it only masks and indices grow, by some bytes a token.
+"""
+WAYS = ("kv_dtype", "sliding_window", "weight_dtype", "int4_method", "high_precision")
+"""Knobs by which what computes a step changes, beside the attention. Fused parts are none: steps are measured
+without, which takes the most.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +51,67 @@ class LargestStep:
     """The largest step that knob values allow.
 
     ``tokens``: of all rows together, drafts included. ``rows``: requests in it, each of which wants logits
-    for ``drafted`` tokens and one more.
+    for ``drafted`` tokens and one more. ``shared``: they may have blocks in common, so that together they
+    look at more than the pool holds. ``way``: by what it is computed, as far as memory depends on it.
     """
 
     tokens: int
     rows: int
     drafted: int
+    shared: bool = False
+    way: tuple[object, ...] = ()
 
     @classmethod
-    def of(cls, values: Mapping[str, KnobValue]) -> LargestStep:
+    def of(cls, values: Mapping[str, KnobValue], attention: str = "") -> LargestStep:
+        """``attention`` is the name of what runs, which ``values`` may leave open."""
         drafted = int(values["spec_tokens"] or 0) if values["speculation"] != "off" else 0
         tokens = int(values["max_num_batched_tokens"] or 0)
-        return cls(tokens, max(1, min(int(values["max_num_seqs"] or 0), tokens // (drafted + 1))), drafted)
+        rows = max(1, min(int(values["max_num_seqs"] or 0), tokens // (drafted + 1)))
+        way = (attention, *(values.get(knob) for knob in WAYS))
+        return cls(tokens, rows, drafted, bool(values.get("prefix_cache")), way)
+
+    def covers(self, other: LargestStep) -> bool:
+        """Whether the other step takes no more than this one."""
+        pairs = [(self.tokens, other.tokens), (self.rows, other.rows), (self.drafted, other.drafted)]
+        return (
+            self.way == other.way
+            and self.shared >= other.shared
+            and all(own >= others for own, others in pairs)
+        )
+
+    def run(
+        self, runner: ModelRunner, block_size: int, context: int, held: int, drafts: Sequence[Draft] = ()
+    ) -> None:
+        """Run a step of each form, over block 0 of a pool; no row is longer than ``context`` tokens.
+
+        ``held``: tokens in all blocks of the pool, more than which rows that share none do not have.
+        ``drafts``: one for each row, else made up.
+        """
+        each, share = self.drafted + 1, max(1, (SHARED_TOKENS if self.shared else held) // self.rows)
+        longest = min(context, share)
+        few = [(max(each, longest), each)] * self.rows
+        spread = max(each, min(self.tokens // self.rows, longest))
+        pieces = [(max(spread, longest), spread)] * self.rows
+        alike = [self._alike(lengths, block_size, drafts) for lengths in (few, pieces)]
+        for rows in (self.rows_of(block_size, context, drafts), *alike):
+            runner.execute(_Step(rows))
+            for row in rows:
+                runner.release(row.slot)
+
+    def _alike(
+        self, lengths: Sequence[tuple[int, int]], block_size: int, drafts: Sequence[Draft]
+    ) -> list[TextRow]:
+        """Rows of as many tokens with their drafts, and new ones among them, as ``lengths`` says."""
+        ids = [DUMMY] * max(length for length, _ in lengths)  # rows of one length have one list
+        table = [0] * -(-len(ids) // block_size)
+        return [
+            self._row(slot, ids[: length - self.drafted], table, new - self.drafted, drafts)
+            for slot, (length, new) in enumerate(lengths)
+        ]
 
     def rows_of(self, block_size: int, context: int, drafts: Sequence[Draft] = ()) -> list[TextRow]:
         """The rows over block 0: as many prompts as fill the step up, the first at the end of a context of
-        ``context`` tokens, which none exceeds, and requests that decode.
-
-        drafts: one for each row, else made up.
+        ``context`` tokens, which none exceeds, and requests that decode. ``drafts`` as in `run`.
         """
         each = self.drafted + 1
         room = max(0, self.tokens - each * self.rows)
@@ -66,18 +122,21 @@ class LargestStep:
             new = 1 + more
             lengths.append((new if row else max(new, context - self.drafted), new))
         return [
-            TextRow(
-                token_ids=[DUMMY] * length,
-                block_table=[0] * -(-(length + self.drafted) // block_size),
-                num_new=new,
-                num_computed=length - new,
-                rid=slot,
-                slot=slot,
-                sampling=SAMPLING,
-                draft=drafts[slot] if drafts else Draft([DUMMY] * self.drafted),
-            )
+            self._row(slot, [DUMMY] * length, [0] * -(-(length + self.drafted) // block_size), new, drafts)
             for slot, (length, new) in enumerate(lengths)
         ]
+
+    def _row(self, slot: int, ids: list[int], table: list[int], new: int, drafts: Sequence[Draft]) -> TextRow:
+        return TextRow(
+            token_ids=ids,
+            block_table=table,
+            num_new=new,
+            num_computed=len(ids) - new,
+            rid=slot,
+            slot=slot,
+            sampling=SAMPLING,
+            draft=drafts[slot] if drafts else Draft([DUMMY] * self.drafted),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +150,27 @@ class MemoryProfile:
 
     ``step``: what the largest step takes beside the pool, and what the drafts for it do before, where a draft
     model is there. ``graphs``: the budget of CUDA graphs.
+    ``measured``: the steps that were run and take no more than that.
     """
 
     total: int
     used: int
     step: int
     graphs: int
+    measured: tuple[LargestStep, ...] = field(default=(), compare=False)
+
+    def covers(self, step: LargestStep) -> bool:
+        """Whether it is known that a step takes no more."""
+        return any(known.covers(step) for known in self.measured)
+
+    def check_pool(self, num_bytes: int) -> None:
+        """MemoryError, with every part, for a pool that leaves the largest step no room."""
+        if self.used + self.step + num_bytes > self.total:
+            raise MemoryError(
+                f"a KV pool of {_gib(num_bytes)} leaves the largest step no room: {_gib(self.used)} of the "
+                f"card's {_gib(self.total)} are in use and the step takes {_gib(self.step)}; ask for a "
+                "smaller pool, or fewer max_num_batched_tokens or max_num_seqs"
+            )
 
     def pool_bytes(self, utilization: float) -> int:
         """What is left for pools. MemoryError, with every part, if that is nothing."""
@@ -117,11 +191,15 @@ def size_pool(
 ) -> tuple[MemoryProfile | None, int]:
     """What a card's memory is needed for, None on a CPU, and the bytes of the KV pool.
 
-    See `EngineConfig`. MemoryError if there is no room for the largest step, or then for a pool.
+    See `EngineConfig`. MemoryError if there is no room for the largest step, or then for a pool, or for the
+    one that is asked for.
     """
     found = None
     if runner.device.type == "cuda":
         found = profile(runner, values, config.gpu_memory_utilization, drafts)
+    asked = int(float(values.get("kv_pool_gib") or 0) * GIB) or config.kv_pool_bytes
+    if found is not None and asked is not None:
+        found.check_pool(asked)
     if config.kv_pool_bytes is not None:
         return found, config.kv_pool_bytes
     if found is None:
@@ -142,41 +220,35 @@ def profile(
     they are kept then.
     MemoryError, with what there is, if even that step does not fit.
     """
-    device, largest = runner.device, LargestStep.of(values)
+    device, largest = runner.device, LargestStep.of(values, runner.attention_name)
     block_size, kv_dtype = int(values["block_size"] or 0), str(values["kv_dtype"])
     runner.set_window(int(values["sliding_window"] or 0))
     try:
         runner.allocate_kv(1, block_size, kv_dtype)  # calibrates, which is no part of a step
         torch.cuda.empty_cache()
-        before = CardMemory.of(device)
+        now = CardMemory.of(device)
         # No request is longer than what a pool that takes all the rest could hold.
-        most = int(before.total * utilization) - (before.total - before.free)
+        most = int(now.total * utilization) - (now.total - now.free)
         held = max(1, most // runner.kv_bytes_per_block(block_size, kv_dtype)) * block_size
-        context = min(runner.max_len, held)
-        torch.cuda.reset_peak_memory_stats(device)
-        made = _drafts(drafts, largest, context, values)
-        runner.execute(_Step(largest.rows_of(block_size, context, made)))
-        step = max(0, torch.cuda.max_memory_reserved(device) - before.reserved)
+        step = _measure(
+            runner, largest, block_size, held, lambda context: _drafts(drafts, largest, context, values)
+        )
     except (RuntimeError, MemoryError) as error:
-        if kind_of(error) != "memory":
-            raise
-        why = text_of(error)
-        recover(error, device)
         raise MemoryError(
             f"the largest step, {largest.tokens} tokens of {largest.rows} requests, does not fit beside the "
-            f"weights: {why}; lower max_num_batched_tokens, max_num_seqs or max_model_len, or choose another "
-            "attention"
+            f"weights: {_shortage(error, device)}; lower max_num_batched_tokens, max_num_seqs or "
+            "max_model_len, or choose another attention"
         ) from error
     finally:
         runner.free_kv()
     after = CardMemory.of(device)
     graphs = BUDGET_BYTES if driver.probe(device) is None else 0
-    found = MemoryProfile(after.total, after.total - after.free, step, graphs)
+    found = MemoryProfile(after.total, after.total - after.free, step, graphs, (largest,))
     log.info(
         "of the card's %s, %s are in use after loading; the largest step (%d tokens, %d requests, %d drafted "
-        "for each, a context of %d) takes %s, CUDA graphs may take %s",
-        _gib(found.total), _gib(found.used), largest.tokens, largest.rows, largest.drafted, context,
-        _gib(found.step), _gib(found.graphs),
+        "for each, contexts of up to %d) takes %s, CUDA graphs may take %s",
+        _gib(found.total), _gib(found.used), largest.tokens, largest.rows, largest.drafted,
+        min(runner.max_len, held), _gib(found.step), _gib(found.graphs),
     )  # fmt: skip
     return found
 
@@ -196,6 +268,67 @@ def _drafts(
         return []
     finally:
         drafter.close()
+
+
+def measure_again(
+    runner: ModelRunner, values: Mapping[str, KnobValue], known: MemoryProfile
+) -> MemoryProfile:
+    """Run the largest step that ``values`` allow beside the pool, nobody having blocks or a slot.
+
+    MemoryError, with what there is, if it does not fit.
+    """
+    kv, largest = runner.kv, LargestStep.of(values, runner.attention_name)
+    if kv is None:
+        raise RuntimeError("no KV pool: call allocate_kv first")
+    graphs = runner.graphs.on
+    runner.graphs.switch(False)  # a step that is not replayed takes more
+    try:
+        step = _measure(runner, largest, kv.block_size, kv.num_blocks * kv.block_size)
+    except (RuntimeError, MemoryError) as error:
+        raise MemoryError(
+            f"the largest step, {largest.tokens} tokens of {largest.rows} requests, does not fit beside the "
+            f"KV pool: {_shortage(error, runner.device)}; a smaller KV pool (kv_pool_gib) leaves more"
+        ) from error
+    finally:
+        runner.sampler.clear()
+        runner.graphs.switch(graphs)
+    log.info(
+        "the largest step is now one of %d tokens, %d requests, %d drafted for each, with attention %s; it "
+        "takes %s",
+        largest.tokens, largest.rows, largest.drafted, runner.attention_name, _gib(step),
+    )  # fmt: skip
+    return replace(known, step=max(known.step, step), measured=(*known.measured, largest))
+
+
+def _measure(
+    runner: ModelRunner,
+    largest: LargestStep,
+    block_size: int,
+    held: int,
+    draft: Callable[[int], Sequence[Draft]] = lambda context: (),
+) -> int:
+    """Bytes that a step, and what drafts for it within a context, take beside what there is."""
+    context = min(runner.max_len, held)
+    decoder, sampler = runner.decoder, runner.sampler
+    ops, fused = decoder.ops, sampler.fused
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(runner.device)
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    decoder.ops, sampler.fused = PLAIN, None
+    try:
+        largest.run(runner, block_size, context, held, draft(context))
+    finally:
+        decoder.ops, sampler.fused = ops, fused
+    return max(0, torch.cuda.max_memory_reserved(runner.device) - before)
+
+
+def _shortage(error: RuntimeError | MemoryError, device: torch.device) -> str:
+    """What memory a step lacked; errors of another kind are raised again."""
+    if kind_of(error) != "memory":
+        raise error
+    why = text_of(error)
+    recover(error, device)
+    return why
 
 
 def _gib(num_bytes: int) -> str:

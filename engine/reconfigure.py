@@ -14,6 +14,7 @@ from engine.identity import kv_identity
 from engine.knob_store import PatchRefused, Proposal
 from engine.knobs import BY_ID
 from engine.layout import Layout, NoRoom, check_room, layout_of
+from engine.memory_profile import LargestStep, measure_again
 from engine.models.errors import ModelError
 from engine.models.reading import Progress
 from engine.ops.choice import COMPILE, FUSED, SAMPLING
@@ -172,6 +173,7 @@ def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
     pool = core.runner.kv
     try:
         _apply(core, new, layout, now_ns, rebuild=rebuild)
+        _measure_step(core, new, now_ns)
     except (MemoryError, RuntimeError, ValueError) as error:
         if kind_of(error) == "lost":  # going back needs the device too
             raise
@@ -190,6 +192,19 @@ def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
         )
 
 
+def _measure_step(core: EngineCore, values: Mapping[str, KnobValue], now_ns: int) -> None:
+    """On a card, run the largest step again if these values allow one that it may have no room for.
+
+    Everybody computes again: it is run over their blocks. MemoryError, with what there is, without room.
+    """
+    known = core.memory_profile
+    if known is None or known.covers(LargestStep.of(values, core.runner.attention_name)):
+        return
+    start_over(core, now_ns)
+    core.memory_profile = measure_again(core.runner, values, known)
+    core.drafts.kept_bytes = core.memory_profile.step
+
+
 def _wanted(core: EngineCore, values: Mapping[str, KnobValue]) -> Layout:
     layout = layout_of(values, core.runner, core.pool_bytes)
     if core.scheduler.num_swapped and values["preemption"] != "swap" and layout.pool == core.layout.pool:
@@ -200,7 +215,7 @@ def _wanted(core: EngineCore, values: Mapping[str, KnobValue]) -> Layout:
 def _check(core: EngineCore, layout: Layout, *, rebuild: bool) -> None:
     """Refuse what memory cannot hold, and a pool that a live request would never fit in."""
     try:
-        check_room(core.runner.device, core.layout, layout)
+        check_room(core.runner.device, core.layout, layout, core.drafts.kept_bytes)
     except NoRoom as error:
         raise PatchRefused("oom", str(error)) from None
     if not rebuild:

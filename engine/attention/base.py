@@ -20,6 +20,11 @@ ToDevice = Callable[[Ints], Tensor]
 
 MAX_SHORT = 17  # new tokens of a row that still counts as short: one, and the longest draft behind it
 
+GATHER_BYTES = 256 << 20
+"""Of keys and values of a layer that a GPU gathers at once, unless one row alone has more: what rows look at
+together is no less than the pool, and many times that where they share blocks.
+"""
+
 
 @dataclass(slots=True)
 class Rows:

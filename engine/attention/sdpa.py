@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import MAX_SHORT, AttentionPlan, Ints, Needs, Rows, ToDevice
+from engine.attention.base import GATHER_BYTES, MAX_SHORT, AttentionPlan, Ints, Needs, Rows, ToDevice
 from engine.kv_cache import KVCache
 from engine.models.spec import ModelSpec
 
@@ -213,7 +213,7 @@ def _plan_buckets(
 ) -> list[_Bucket]:
     buckets = []
     block_bytes = 2 * kv.k[0][: rows.block_size].numel() * kv.compute_dtype.itemsize
-    most = BUCKET_BYTES // block_bytes if kv.device.type == "cpu" else 1 << 60
+    most = (BUCKET_BYTES if kv.device.type == "cpu" else GATHER_BYTES) // block_bytes
     for begin, end in _short_ranges(rows):
         new = int(rows.num_new[begin])
         lengths, tables = rows.lengths[begin:end], rows.tables[begin:end]

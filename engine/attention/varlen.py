@@ -17,7 +17,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionPlan, Needs, Rows, ToDevice
+from engine.attention.base import GATHER_BYTES, AttentionBackend, AttentionPlan, Needs, Rows, ToDevice
 from engine.attention.varlen_rows import Gather, Span, kernel_window, pages, probe_kernel, spans
 from engine.knob import PoolLimits
 from engine.kv_cache import KVCache
@@ -90,7 +90,8 @@ class VarlenAttention:
         self.name = "varlen" if self._paged else "varlen_gather"
 
     def plan(self, rows: Rows, kv: KVCache, spec: ModelSpec, to_device: ToDevice) -> AttentionPlan:
-        calls = spans(rows, to_device)
+        per_token = 2 * kv.k[0][0].numel() * kv.compute_dtype.itemsize
+        calls = spans(rows, to_device, None if self._paged else GATHER_BYTES // per_token)
         gathers: dict[int | None, list[Gather]] = {}
         if not self._paged:
             for window in dict.fromkeys(spec.layer_windows):

@@ -76,10 +76,20 @@ def first_keys(rows: Rows, window: int | None) -> Ints:
     return np.maximum(rows.num_computed + 1 - window, 0)
 
 
-def spans(rows: Rows, to_device: ToDevice) -> list[tuple[int, Span]]:
-    """The calls of a step, each with the first of its rows: single tokens, then everything longer."""
-    cuts = sorted({0, rows.num_single, len(rows.num_new)})
-    return [(begin, _span(rows, begin, end, to_device)) for begin, end in pairwise(cuts)]
+def spans(rows: Rows, to_device: ToDevice, most_keys: int | None = None) -> list[tuple[int, Span]]:
+    """The calls of a step, each with the first of its rows: single tokens, then everything longer.
+
+    More calls where rows of one would have over ``most_keys`` keys together.
+    """
+    cuts = {0, rows.num_single, len(rows.num_new)}
+    if most_keys is not None:
+        held = 0
+        for row, keys in enumerate(rows.lengths.tolist()):
+            held = keys if row in cuts else held + keys
+            if held > most_keys:
+                cuts.add(row)
+                held = keys
+    return [(begin, _span(rows, begin, end, to_device)) for begin, end in pairwise(sorted(cuts))]
 
 
 def kernel_window(window: int | None, max_q: int) -> Window:

@@ -99,6 +99,7 @@ class DraftModels:
         self._max_model_len = max_model_len
         self._load = load
         self.progress = progress  # hears of loading and converting
+        self.kept_bytes = 0  # of the device, which the target's steps need and no pool may take
         self._held: _Weights | None = None
         self._fetched: _Weights | None = None  # to be held next
         self._drafter: weakref.ref[RoundDrafter] | None = None
@@ -174,7 +175,7 @@ class DraftModels:
         weights = held.nbytes if held is not None else self._bytes_of(wanted)
         pools = then.pool_bytes - now.pool_bytes if then.pool != now.pool else 0
         # Weights that are held now are given back when others are there, not before.
-        available = free_bytes(self._runner.device) + self.kv_bytes - pools
+        available = free_bytes(self._runner.device) + self.kv_bytes - pools - self.kept_bytes
         available += 0 if held is None else held.nbytes
         if weights + kv > available:
             raise NoRoom(

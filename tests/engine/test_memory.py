@@ -47,3 +47,5 @@ def test_what_torch_keeps_and_does_not_use_is_not_taken(card: FakeCard) -> None:
     assert free_bytes(device) == 9 * GIB, "but not what is held for graphs"
     with pytest.raises(NoRoom, match=r"the pool would take 11\.00 GiB, 10\.00 GiB can be had"):
         check_room(device, now, Layout(11, 16, "model", 0, GIB, 0, 0))
+    with pytest.raises(NoRoom, match=r"the pool would take 9\.00 GiB, 7\.00 GiB can be had"):
+        check_room(device, now, Layout(9, 16, "model", 0, GIB, 0, 0), kept=3 * GIB)

@@ -16,10 +16,13 @@ from engine.graphs.switch import BUDGET_BYTES
 from engine.memory_profile import LargestStep, MemoryProfile, profile, size_pool
 from engine.speculation.rounds import RoundDrafter
 from engine.state import state_of
+from ipc.messages import Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.fake_card import GIB, FakeCard, card
 
 __all__ = ["card"]
+
+PROMPT = [5, 6, 7, 8, 9]
 
 
 @pytest.fixture
@@ -49,16 +52,23 @@ def watched(engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_largest_step_is_run_and_leaves_nothing(
     engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many tokens, rows of logits and drafts as a step can have, one row at the end of the context."""
+    """As many tokens, rows of logits and drafts as a step can have, one row at the end of the context; then
+    every row at its end, with few tokens each, and with as many as a step has room for.
+    """
     batches = watched(engine, card, monkeypatch)
     monkeypatch.setattr(driver, "probe", lambda device: None)
     found = profile(engine.core.runner, values(engine, speculation="ngram"), 0.9)
-    (batch,) = batches
+    batch, decoding, pieces = batches
     assert len(batch.ids) == 96
     assert len(batch.rows.num_new) == 8
     assert len(batch.logit_tokens) == 8 * 4
     assert int(batch.rows.lengths.max()) == engine.core.runner.max_len
     assert int(batch.rows.tables.max()) == 0, "one block stands for all"
+    assert decoding.rows.num_new.tolist() == [4] * 8
+    assert pieces.rows.num_new.tolist() == [12] * 8
+    for each in (decoding, pieces):
+        assert each.rows.lengths.tolist() == [engine.core.runner.max_len] * 8, "blocks may be shared"
+        assert len(each.logit_tokens) == 8 * 4
     assert found == MemoryProfile(80 * GIB, 30 * GIB, 3 * GIB, BUDGET_BYTES)
     assert found.pool_bytes(0.9) == 72 * GIB - 34 * GIB
     assert engine.core.runner.kv is None
@@ -94,10 +104,10 @@ def test_a_draft_model_drafts_for_the_largest_step(
     assert rounds[0][8:] == [(256, 0)]
     assert [[new for new, _ in each] for each in rounds[1:]] == [[1] * 8] * 2
     assert found.step == 4 * GIB
-    (batch,) = batches
-    kept = [draft.probs is not None for draft in batch.drafts]
-    assert kept == [way == "rejection"] * 8
-    assert all(len(draft) == 3 for draft in batch.drafts)
+    assert len(batches) == 3
+    for batch in batches:
+        assert [draft.probs is not None for draft in batch.drafts] == [way == "rejection"] * 8
+        assert all(len(draft) == 3 for draft in batch.drafts)
     assert made.core.drafts.kv_bytes == 0
     made.core.speculator.configure({**made.core.knobs.values, "speculation": "off"})
 
@@ -117,7 +127,7 @@ def test_without_speculation_no_drafts_are_counted(
 ) -> None:
     batches = watched(engine, card, monkeypatch)
     found = profile(engine.core.runner, values(engine, kv_dtype=kv_dtype, attention="sdpa"), 0.9)
-    assert (len(batches[-1].ids), len(batches[-1].logit_tokens)) == (96, 8)
+    assert (len(batches[0].ids), len(batches[0].logit_tokens)) == (96, 8)
     assert found.graphs == 0, "this device captures none"
 
 
@@ -202,3 +212,113 @@ def test_the_pool_is_what_is_left_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == [0.9, 0.85]
     assert size_pool(own, host_runner, drafts, {}) == (None, 2 * GIB)
     assert size_pool(fixed, host_runner, drafts, {}) == (None, GIB)
+
+
+def test_rows_that_share_nothing_have_the_pool_together(
+    engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = watched(engine, card, monkeypatch)
+    per_block = engine.core.runner.kv_bytes_per_block(16)
+    card.free = card.total // 2 + 10 * per_block + 1
+    profile(engine.core.runner, values(engine, prefix_cache=False), 0.5)
+    assert batches[1].rows.lengths.tolist() == [160 // 8] * 8
+    assert batches[2].rows.num_new.tolist() == [96 // 8] * 8
+
+
+@pytest.mark.parametrize("key", ["kv_pool_gib", ""])
+def test_a_pool_that_leaves_no_room_for_a_step_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By option and by knob alike."""
+    measured = MemoryProfile(80 * GIB, 30 * GIB, 3 * GIB, GIB)
+    monkeypatch.setattr(memory_profile, "profile", lambda runner, values, share, drafts: measured)
+    runner: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    drafts: Any = SimpleNamespace(leave_room=lambda left: left)
+
+    def sized(pool_gib: int) -> Any:
+        config = EngineConfig(model=Path("m"), kv_pool_bytes=None if key else pool_gib * GIB)
+        return size_pool(config, runner, drafts, {key: float(pool_gib)} if key else {})
+
+    sized(47)
+    with pytest.raises(
+        MemoryError, match=r"a KV pool of 48\.00 GiB .* 30\.00 GiB of the card's 80\.00 .* takes 3\.00 GiB"
+    ):
+        sized(48)
+
+
+def on_a_card(engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """An engine whose largest step was measured at start, and the batches that are computed from then on."""
+    core = engine.core
+    core.memory_profile = profile(core.runner, core.knobs.values, 0.9)
+    layout = core.layout
+    core.runner.allocate_kv(layout.num_blocks, layout.block_size, layout.kv_dtype)
+    return watched(engine, card, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_num_batched_tokens": 128},
+        {"max_num_seqs": 16},
+        {"speculation": "ngram"},
+        {"attention": "naive"},
+        {"kv_dtype": "int8"},
+    ],
+)
+def test_a_change_that_allows_a_larger_step_has_it_run(
+    engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    batches = on_a_card(engine, card, monkeypatch)
+    core, before = engine.core, engine.core.knobs.values
+    sampling = Sampling(max_tokens=4, ignore_eos=True)
+    expected = Engine(load(tiny_folder("llama")), **change).generate([PROMPT], sampling)
+    rid = engine.submit(PROMPT, sampling)
+    core.step()
+    batches.clear()
+    engine.set(**change)
+    engine.run()
+    wanted = LargestStep.of(core.knobs.values, core.runner.attention_name)
+    assert [len(each.ids) for each in batches[:1]] == [wanted.tokens]
+    assert [len(each.rows.num_new) for each in batches[:3]] == [wanted.rows] * 3
+    assert core.memory_profile is not None
+    assert core.memory_profile.step == core.drafts.kept_bytes == 3 * GIB
+    assert engine.ids(rid) == expected[0], "who was running computes again"
+    for again in ({knob: before[knob] for knob in change}, change):
+        batches.clear()
+        engine.set(**again)
+        engine.run()
+        assert not batches, "what was measured once is not again"
+
+
+def test_a_change_whose_step_does_not_fit_is_undone(
+    engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_card(engine, card, monkeypatch)
+    core, forward = engine.core, engine.core.runner.forward
+    known = core.memory_profile
+
+    def scarce(prepared: Any, wanted: Any) -> torch.Tensor:
+        if len(prepared.batch.ids) > 96:
+            raise torch.OutOfMemoryError("torch says something")
+        return forward(prepared, wanted)
+
+    monkeypatch.setattr(core.runner, "forward", scarce)
+    engine.set(max_num_batched_tokens=512)
+    engine.run()
+    [apply] = engine.heard.applies
+    assert apply.result == "rolled_back"
+    assert "the largest step, 512 tokens of 8 requests, does not fit beside the KV pool: " in apply.why
+    assert "50.00 GiB of the card's 80.00 GiB are free" in apply.why
+    assert core.memory_profile is known
+    assert core.knobs["max_num_batched_tokens"] == 96
+    assert engine.generate([PROMPT], Sampling(max_tokens=4, ignore_eos=True))
+
+
+def test_no_pool_takes_what_steps_need(
+    engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_card(engine, card, monkeypatch)
+    core, asked = engine.core, list[int]()
+    monkeypatch.setattr("engine.reconfigure.check_room", lambda device, now, then, kept: asked.append(kept))
+    core.drafts.kept_bytes = 5 * GIB
+    engine.set(block_size=4)
+    engine.run()
+    assert asked == [5 * GIB]

@@ -18,7 +18,7 @@ from engine.current_device import make_current
 from engine.layers.linear import ByRows, merged
 from engine.layers.precision.forms import PrecisionForm, precision_forms, refused_forms
 from engine.layers.precision.measuring import PROBE_ROWS, measure
-from engine.layers.precision.product import ERRORS, held_bytes
+from engine.layers.precision.product import ERRORS, Product, held_bytes
 from engine.layers.precision.weights import Kind, QuantizedWeight
 from engine.layers.quantized import AnyRows
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from engine.attention import AttentionBackend, Rows, flash_attn, get_backend, probe, varlen
-from engine.attention.base import pool_limits, usable
+from engine.attention.base import GATHER_BYTES, pool_limits, usable
 from engine.attention.naive import NaiveAttention
+from engine.attention.sdpa import SdpaAttention
 from engine.kv_cache import KVCache
 from engine.models.spec import ModelSpec
 from tests.engine.attention import varlen_fakes as fakes
@@ -250,3 +251,42 @@ def test_what_is_asked_of_the_pool_is_that_of_what_would_run(
     torch_has(monkeypatch, fakes.varlen_attn_2_11)
     install(3)
     assert multiples() == (1, 1)
+
+
+def test_what_is_gathered_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that share blocks look at more together than the pool has: each call gathers a part of it."""
+    gathered: list[int] = []
+
+    def attend(*args: Any, **options: Any) -> torch.Tensor:
+        gathered.append(len(args[1]))
+        return fakes.varlen_attn_2_11(*args, **options)
+
+    attend.__signature__ = inspect.signature(fakes.varlen_attn_2_11)  # type: ignore[attr-defined]
+    torch_has(monkeypatch, attend)
+    spec = spec_of(4, 2, 16, None)
+    monkeypatch.setattr(varlen, "GATHER_BYTES", 800 * 2 * 2 * 16 * 2)
+    check(get_backend("varlen", CUDA), spec, MIXED)
+    assert max(gathered) <= 800
+    assert len(gathered) > 4
+
+
+def test_sdpa_on_a_card_gathers_a_bounded_part_at_once() -> None:
+    """256 requests of 1600 tokens have 1.6 GiB of keys and values in a layer of this size."""
+    spec, rows = spec_of(32, 8, 128, None), 256
+    kv = KVCache.allocate(
+        spec, num_blocks=8, block_size=16, dtype=torch.bfloat16, device=torch.device("meta")
+    )
+    shapes = Rows(
+        np.arange(rows),
+        np.ones(rows, np.int64),
+        np.full(rows, 1599),
+        np.zeros((rows, 100), np.int64),
+        rows,
+        16,
+    )
+    buckets, _ = (
+        SdpaAttention().plan(shapes, kv, spec, lambda ints: torch.from_numpy(ints).to("meta")).parts[0]
+    )  # type: ignore[attr-defined]
+    assert sum(bucket.last - bucket.first for bucket in buckets) == rows
+    sizes = [bucket.gathered.flat_k.nbytes + bucket.gathered.flat_v.nbytes for bucket in buckets]
+    assert GATHER_BYTES // 2 < max(sizes) <= GATHER_BYTES
