@@ -100,12 +100,12 @@ struct Int4Panels {
             const int64_t at = (col / w.group * w.num_panels + panel) * PANEL;
             low_scale = load(w.scales + at);
             high_scale = load(w.scales + at + WIDTH);
-            low_zero = __builtin_convertvector(read<UnsignedBytes>(w.zeros + at), Floats);
-            high_zero = __builtin_convertvector(read<UnsignedBytes>(w.zeros + at + WIDTH), Floats);
+            low_zero = __builtin_convertvector((Ints)widened(w.zeros + at), Floats);
+            high_zero = __builtin_convertvector((Ints)widened(w.zeros + at + WIDTH), Floats);
         }
         void next(Floats& low, Floats& high) {
             ask_ahead(from);
-            const Words both = __builtin_convertvector(read<UnsignedBytes>(from), Words);
+            const Words both = widened(from);
             low = (__builtin_convertvector((Ints)(both & 15u), Floats) - low_zero) * low_scale;
             high = (__builtin_convertvector((Ints)(both >> 4), Floats) - high_zero) * high_scale;
             from += WIDTH;
