@@ -86,7 +86,9 @@ def bring_up(
     core = EngineCore(loaded, config, knobs, sink, device_info=info, consume=True, progress=progress)
     # Requests do not wait for the compiler: what it makes of a kernel is kept, in TRITON_CACHE_DIR.
     compile_kernels(
-        core.runner, lambda done, total: progress(f"compiling kernels: {done + 1} of {total}", 0, 0)
+        core.runner,
+        lambda done, total: progress(f"compiling kernels: {done + 1} of {total}", 0, 0),
+        core.drafts.drafter,
     )
     core.runner.warm_up(
         int(knobs["max_num_seqs"] or 1),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from engine.attention_choice import resolve
-from engine.compiling import compile_kernels
+from engine.compiling import compile_drafter, compile_kernels
 from engine.door import RequestRefused, check_fit
 from engine.identity import kv_identity
 from engine.knob_store import PatchRefused, Proposal
@@ -170,7 +170,7 @@ def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
     except NoRoom as error:
         raise PatchRefused("oom", str(error)) from None
     _check_drafts(core, new, layout)
-    pool = core.runner.kv
+    pool, drafter = core.runner.kv, core.drafts.drafter
     try:
         _apply(core, new, layout, now_ns, rebuild=rebuild)
         _measure_step(core, new, now_ns)
@@ -185,11 +185,14 @@ def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
                 f"the change could neither be applied nor undone: {text_of(error)}; then {text_of(worse)}"
             ) from worse
         raise
+
+    def told(done: int, total: int) -> None:
+        core.pulse.progress(f"compiling kernels: {done + 1} of {total}", 0, 0)
+
     if core.runner.kv is not pool:  # a pool with blocks of another kind is read by other kernels
-        compile_kernels(
-            core.runner,
-            lambda done, total: core.pulse.progress(f"compiling kernels: {done + 1} of {total}", 0, 0),
-        )
+        compile_kernels(core.runner, told, core.drafts.drafter)
+    elif core.drafts.drafter is not drafter:  # and other weights, of other sizes, draft by others
+        compile_drafter(core.runner, core.drafts.drafter, told)
 
 
 def _measure_step(core: EngineCore, values: Mapping[str, KnobValue], now_ns: int) -> None:

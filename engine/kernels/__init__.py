@@ -6,7 +6,8 @@ Modules with kernels import triton, so ask `engine.kernels.availability.probe` f
 - functions that prepare a `engine.kernels.launch.Launch` from tensors: nothing is allocated behind the
   caller's back, nothing is synchronized, and what a step changes is data on the device, never the shape of
   the launch, so that launches can be captured in CUDA graphs;
-  What a kernel is compiled for follows from the model alone, not from a step: numbers that change are no
-  constants, and arrays of a few numbers a row may lie anywhere. `engine.kernels.warm` compiles it ahead;
+  What a kernel is compiled for follows from the model and from a few classes of numbers of rows (tiles of
+  attention and of products), which `engine.kernels.warm` compiles ahead: numbers that change from step to
+  step are no constants, and arrays of a few numbers a row may lie anywhere;
 - ``reference...``: the same in plain torch, float64 inside, which tests hold the kernel against.
 """

@@ -2,9 +2,9 @@
 
 Triton compiles a kernel when it is first launched with sizes it was not compiled for, which takes seconds;
 all requests would stand still meanwhile. A pass of nobody's tokens through the decoder, for each number of
-rows that kernels differ by, compiles all that a step launches, whichever of its parts are fused. Where fused
-parts quantize for products in 8 bits, a pass without those parts compiles what the products launch instead.
-What was compiled stays on the disk, so that only the first start after an installation takes long.
+rows that attention and forms of weights differ by, and products with each weight, for each number of rows
+that those differ by, compile all that a step launches, whichever of its parts are fused. What was compiled
+stays on the disk, so that only the first start after an installation takes long.
 
 To be called when a model is loaded, and again when a knob has put other kernels, or another pool, in place.
 Imports no triton.
@@ -24,10 +24,9 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, Ints, Rows
 from engine.kv_cache import KVCache
+from engine.layers.linear import JoinedLinear, LinearLayer
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
-from engine.ops.base import Ops
-from engine.ops.plain import PLAIN
 from engine.penalties import Occurrences
 from engine.sampling import FusedSampling
 from ipc.messages import Sampling
@@ -35,7 +34,10 @@ from ipc.messages import Sampling
 log = logging.getLogger(__name__)
 
 PRODUCT_ROWS = (1, 17, 33, 65)
-"""Rows for which products with weights in few bits differ: tiles of 16, 32 and 64, and expanded weights."""
+"""Rows for which products with weights in few bits differ: tiles of 16, 32 and 64, and expanded weights.
+
+With many more rows, how many depends on the weight, the input channels are not shared among programs.
+"""
 
 
 @runtime_checkable
@@ -89,24 +91,41 @@ def _parts(
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """What there is to run, and its name."""
 
-    def forward(new: int, ops: Ops) -> None:
+    def forward(new: int) -> Tensor:
         rows, ids, slots = _nobody(new, kv, block)
         plan = attention.plan(rows, kv, spec, lambda ints: torch.from_numpy(ints).to(kv.device))
-        held, decoder.ops = decoder.ops, ops
-        try:
-            decoder.forward(ids, torch.arange(new, device=kv.device), slots, plan, kv, None)
-        finally:
-            decoder.ops = held
+        return decoder.forward(ids, torch.arange(new, device=kv.device), slots, plan, kv, None)
 
     lengths = attention.lengths(spec, kv) if isinstance(attention, Compiled) else (1,)
-    table = decoder.table()
-    for new in sorted({*lengths, *PRODUCT_ROWS, *table.starts}):
-        yield f"{new} tokens", partial(forward, new, decoder.ops)
-    for new, takes in zip(table.starts, table.takes_codes, strict=True):
-        if any(takes.norm + takes.mlp):
-            yield f"{new} tokens, quantized by products", partial(forward, new, PLAIN)
+    for new in sorted({*lengths, *decoder.table().starts}):
+        yield f"{new} tokens", partial(forward, new)
+    if _compiled_linears(decoder):
+        yield "products", lambda: warm_products(decoder)
     if fused is not None:
         yield "sampling", lambda: _choose(fused, vocab_size, kv.device)
+
+
+def warm_products(decoder: Decoder) -> None:
+    """Launch products with the decoder's weights in few bits, by our kernels, of every number of rows that
+    makes a difference, on the calling thread's stream.
+
+    RuntimeError, naming the kernel, if one cannot be launched here.
+    """
+    for linear in _compiled_linears(decoder):
+        from engine.kernels.weight_only_gemm import rows_unsplit
+
+        out, cols = linear.shape
+        for rows in sorted({*PRODUCT_ROWS, *linear.starts, rows_unsplit(out)}):
+            linear(torch.zeros(rows, cols, dtype=decoder.activation_dtype, device=decoder.device))
+
+
+def _compiled_linears(decoder: Decoder) -> list[LinearLayer]:
+    """One of each kind and shape of the linear layers that our kernels serve."""
+    parts: list[LinearLayer] = []
+    for linear in decoder.linears.values():
+        parts += linear.parts if isinstance(linear, JoinedLinear) else (linear,)
+    ours = {(part.kernel(), part.shape): part for part in parts if "triton" in part.kernel()}
+    return list(ours.values())
 
 
 def _nobody(new: int, kv: KVCache, block: int) -> tuple[Rows, Tensor, Tensor]:

@@ -103,7 +103,7 @@ def _codes_of(codes, at, inside, zero, TO: tl.constexpr):
     return _widen((code & 0xFF) ^ 0x80, zero + 128.0, TO)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _gemm(
     x,
     codes,
@@ -113,12 +113,13 @@ def _gemm(
     y,
     sums,
     rows,
+    splits,
     stride,
     OUT: tl.constexpr,
     COLS: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     ZERO: tl.constexpr,
@@ -137,8 +138,8 @@ def _gemm(
     zero = tl.full((BLOCK_N,), ZERO, tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     TILES: tl.constexpr = COLS // BLOCK_K
-    EACH: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
-    for t in range(split * EACH, tl.minimum(split * EACH + EACH, TILES)):
+    each = (TILES + splits - 1) // splits
+    for t in range(split * each, tl.minimum(split * each + each, TILES)):
         k = t * BLOCK_K
         at_group = k // GROUP * OUT + out
         if HAS_ZEROS:
@@ -159,7 +160,7 @@ def _gemm(
         acc += part * tl.load(scales + at_group, mask=is_out, other=0.0).to(tl.float32)[None, :]
     inside = is_row[:, None] & is_out[None, :]
     y_at = row[:, None].to(tl.int64) * OUT + out[None, :]
-    if SPLITS > 1:
+    if IS_SPLIT:
         tl.store(sums + split.to(tl.int64) * rows * OUT + y_at, acc, mask=inside)
     else:
         if HAS_BIAS:
@@ -167,15 +168,13 @@ def _gemm(
         tl.store(y + y_at, acc.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _add_splits(
-    sums, bias, y, rows, OUT: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _add_splits(sums, bias, y, rows, splits, OUT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     out = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = out < OUT
     total = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
+    for split in range(splits):
         total += tl.load(sums + (split * rows + row) * OUT + out, mask=inside, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias + out, mask=inside, other=0.0).to(tl.float32)
@@ -227,6 +226,12 @@ def splits_for(rows: int, weight: PackedWeight) -> int:
     return max(1, min(MAX_SPLITS, PROGRAMS // tiles, steps // 4))
 
 
+def rows_unsplit(out: int) -> int:
+    """Of so many rows a product with ``out`` output channels fills a card without sharing input channels."""
+    tiles: int = triton.cdiv(out, _BLOCK_N)
+    return (PROGRAMS // 2 // tiles + 1) * _block_m(PROGRAMS)
+
+
 def gemm(
     x: Tensor, weight: PackedWeight, y: Tensor, *, bias: Tensor | None = None, sums: Tensor | None = None
 ) -> tuple[Launch, ...]:
@@ -238,8 +243,8 @@ def gemm(
     rows, (out, cols) = x.shape[0], weight.shape
     splits = 1 if sums is None else sums.shape[0]
     block_m = _block_m(rows)
-    shared = {"bias": bias, "y": y, "sums": sums, "rows": rows}
-    constants = {"OUT": out, "SPLITS": splits, "HAS_BIAS": bias is not None}
+    shared = {"bias": bias, "y": y, "sums": sums, "rows": rows, "splits": splits}
+    constants = {"OUT": out, "HAS_BIAS": bias is not None}
     product = Launch(
         _gemm,
         (triton.cdiv(out, _BLOCK_N), triton.cdiv(rows, block_m), splits),
@@ -253,6 +258,7 @@ def gemm(
         },
         {
             **constants,
+            "IS_SPLIT": splits > 1,
             "COLS": cols,
             "GROUP": weight.group,
             "BITS": weight.bits,

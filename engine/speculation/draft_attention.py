@@ -7,9 +7,6 @@ import logging
 import torch
 
 from engine.attention.base import AttentionBackend, get_backend, probe
-from engine.kernels.warm import warm
-from engine.kv_cache import KVCache
-from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -42,12 +39,3 @@ class DraftAttention:
             why = f", as it cannot with {target}: {self.reason}" if target == PAGED and self.reason else ""
             log.info("the draft model runs with attention=%s%s", name, why)
         return self._backends[name]
-
-    def compile(self, decoder: Decoder, kv: KVCache, vocab_size: int) -> None:
-        """Launch what is compiled when it is first launched, over block 0 of an empty pool.
-
-        RuntimeError or MemoryError if that cannot be.
-        """
-        if self._device.type == "cuda" and self.reason is None:
-            backend = self._backends.setdefault(PAGED, get_backend(PAGED, self._device))
-            warm(decoder, backend, kv, self._spec, None, block=0, vocab_size=vocab_size)

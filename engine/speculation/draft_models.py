@@ -126,7 +126,7 @@ class DraftModels:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values held for drafting."""
-        drafter = None if self._drafter is None else self._drafter()
+        drafter = self.drafter
         return 0 if drafter is None else drafter.kv_bytes
 
     @property
@@ -231,7 +231,6 @@ class DraftModels:
                 device=runner.device,
             )
             attention = DraftAttention(spec, runner.device, decoder.dtype)
-            attention.compile(decoder, pool, runner.spec.vocab_size)
             max_len = min(spec.max_model_len, self._max_model_len)
             drafter = ModelDrafter(
                 decoder, spec, pool, lambda: attention.beside(runner.attention_name), sampler,
@@ -258,9 +257,14 @@ class DraftModels:
         assert isinstance(made, ModelDrafter)
         return made
 
+    @property
+    def drafter(self) -> RoundDrafter | None:
+        """The drafter that was made last, None once it is gone."""
+        return None if self._drafter is None else self._drafter()
+
     def set_fused(self, wanted: Mapping[str, bool]) -> None:
         """Fuse parts of the decoder that drafts, if there is one. See `RoundDrafter.set_fused`."""
-        drafter = None if self._drafter is None else self._drafter()
+        drafter = self.drafter
         if drafter is not None:
             drafter.set_fused(wanted)
 

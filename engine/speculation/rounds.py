@@ -100,6 +100,11 @@ class RoundDrafter(ABC):
         decoder.ops = make_ops(can, *where)
         self._sampler.fused = make_sampling(wanted[SAMPLING], decoder.device)
 
+    @property
+    def runs_with(self) -> tuple[Decoder, AttentionBackend, KVCache, ModelSpec]:
+        """What its forward passes are computed by, over which pool, and the model with its windows."""
+        return self._decoder, self._attention(), self._kv, self._spec
+
     def close(self) -> None:  # noqa: B027 - one without a pool of its own has nothing to give back
         """Give back what it holds, whoever may still know of it. It must not be asked any more."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from engine.attention import paged, paged_triton
 from engine.kernels import warm
 from engine.ops import choice, triton_ops
 from engine.ops.plain import PLAIN
-from ipc.messages import Sampling
+from engine.speculation.rounds import RoundDrafter
+from ipc.messages import KnobValue, Sampling
+from tests import tiny_models
 from tests.engine.core_harness import Engine
 from tests.engine.oracle import tiny
 
@@ -49,7 +52,7 @@ def test_all_that_may_be_switched_to_is_launched_and_nothing_is_switched(
 
 
 def test_it_is_done_with_each_new_pool_and_with_fused_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A20: a pool of other blocks is read by other kernels; a knob of the next step brings none."""
+    """A pool of other blocks is read by other kernels; a knob of the next step brings none."""
     ran: list[tuple[str, int]] = []
 
     def recorded(decoder: Any, attention: Any, kv: Any, *_: Any, block: int, **__: Any) -> None:
@@ -67,6 +70,40 @@ def test_it_is_done_with_each_new_pool_and_with_fused_parts(monkeypatch: pytest.
     assert ran == [("norm=triton,rope_kv=triton,mlp=triton", 4)]
     assert engine.core.runner.ops.norm.name == "triton"
     assert engine.core.runner.ops.gate is PLAIN.gate
+
+
+def test_what_drafts_is_compiled_when_it_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model of other sizes with all that can be fused of it, over its own pool; a lighter copy of the
+    model has other weights only. Neither is compiled again by what leaves it alone."""
+    ran: list[tuple[str, Any]] = []
+
+    def recorded(decoder: Any, attention: Any, kv: Any, *_: Any, **__: Any) -> None:
+        ran.append((choice.kernels(decoder.ops), kv))
+
+    monkeypatch.setattr(compiling, "warm", recorded)
+    monkeypatch.setattr(compiling, "warm_products", lambda decoder: ran.append(("products", decoder)))
+    draft = tiny_models.build(tmp_path / "draft", "llama", seed=1)
+    engine = Engine(tiny("llama").loaded, draft_model=draft)
+    drafts = engine.core.drafts
+
+    def made(**patch: KnobValue) -> list[tuple[str, Any]]:
+        ran.clear()
+        engine.set(**patch)
+        engine.run()
+        assert engine.heard.applies[-1].result == "ok"
+        return list(ran)
+
+    def drafter() -> RoundDrafter:
+        assert drafts.drafter is not None
+        return drafts.drafter
+
+    every = "norm=triton,rope_kv=triton,mlp=triton"
+    assert made(speculation="draft") == [(every, drafter().runs_with[2])]
+    assert choice.kernels(drafter().runs_with[0].ops) == ""
+    assert not made(spec_tokens=2)
+    assert made(block_size=4) == [(every, engine.core.runner.kv), (every, drafter().runs_with[2])]
+    assert made(speculation="self") == [("products", drafter().runs_with[0])]
+    assert not made(speculation="off")
 
 
 def test_a_kernel_that_cannot_be_launched_ends_nothing(

@@ -9,19 +9,29 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from engine.attention.paged_triton import PagedAttention
+from engine.kernels import availability
+from engine.kernels import linear as products
 from engine.kernels.launch import Launch
 from engine.kernels.warm import warm
 from engine.kv_cache import KVCache
-from engine.layers.precision import PrecisionChoice, QuantizedLinear, forms_triton, quantize_fp8
+from engine.layers.precision import (
+    Kind,
+    PrecisionChoice,
+    QuantizedLinear,
+    forms_triton,
+    quantize,
+    quantize_fp8,
+)
 from engine.layers.precision.forms import REFERENCE, form_of
 from engine.layers.precision.product import never
 from engine.models.decoder import Decoder
-from engine.models.linears import HEAD, LinearMaker, WeightStore
+from engine.models.linears import HEAD, LinearMaker, Place, WeightStore
 from engine.models.spec import ModelSpec
 from engine.ops.base import Ops
 from engine.ops.plain import PLAIN
@@ -36,16 +46,29 @@ from tests.engine.kernels.serving import pool_of, rows_of
 
 BLOCK_SIZE = 16
 FP8_SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}  # multiples of 16
+SIZES = {  # the down projection's channels are shared among programs
+    "hidden_size": 128,
+    "intermediate_size": 2048,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+MODELS: tuple[tuple[str, Kind | None, dict[str, int]], ...] = (
+    ("llama", None, {}),
+    ("mistral", None, {}),  # has windows
+    ("llama", "fp8", FP8_SIZES),
+    ("llama", "int8", SIZES),
+    ("llama", "int4", SIZES),
+)
+COUNTS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 130, 700, 2000, 4300, 9000)  # rows of products
 Key = tuple[object, ...]
 
 
 class Server:
     """A decoder of which every part is a kernel, and the set of what its launches would be compiled as."""
 
-    def __init__(self, architecture: str, *, fp8: bool = False) -> None:
-        self.spec, self.decoder, self.kv = _made(architecture, **(FP8_SIZES if fp8 else {}))
-        if fp8:
-            _to_fp8(self.decoder)
+    def __init__(self, architecture: str, kind: Kind | None, sizes: dict[str, int]) -> None:
+        self.spec, self.decoder, self.kv = _made(architecture, kind, sizes)
         self.attention = PagedAttention(CPU)
         self.attention._programs = 264
         self.sampling = TritonSampling()
@@ -72,6 +95,11 @@ class Server:
         ids, positions, slots = held.view(3, tokens)
         self.decoder.forward(ids, positions, slots, plan, self.kv, None)
 
+    def multiply(self, rows: int) -> None:
+        """Products of a step of many rows, which is computed nowhere else here."""
+        for linear in self.decoder.linears.values():
+            linear(torch.zeros(rows, linear.shape[1], dtype=self.decoder.activation_dtype))
+
     def choose(self, rows: int, rng: np.random.Generator) -> None:
         scores = torch.zeros(rows + 1, self.spec.vocab_size)
         settings = [Sampling(temperature=1.0)] * rows
@@ -89,23 +117,31 @@ class Server:
         self.sampling.reject(scores, scores[:rows], [0] * rows, [rows], finite, seeds[:1], seeds[:1])
 
 
-def _made(architecture: str, **changes: int) -> tuple[ModelSpec, Decoder, KVCache]:
-    loaded = tiny(architecture, **changes)[0]
+def _made(architecture: str, kind: Kind | None, sizes: dict[str, int]) -> tuple[ModelSpec, Decoder, KVCache]:
+    loaded = tiny(architecture, **sizes)[0]
     store = WeightStore(loaded.spec, dict(loaded.weights), {}, dtype=torch.float32, device=CPU)
     decoder = Decoder(store, LinearMaker(store, measure=False), max_len=128)
     decoder.ops = Ops(add_norm(), store_qkv(), gate())
+    for place in decoder.linears if kind is not None else ():
+        if kind != "fp8" or place != HEAD:  # whose rows are no multiple of 16
+            decoder.set_linear(place, _quantized(store, place, kind))
     return loaded.spec, decoder, pool_of(loaded.spec, torch.float32, BLOCK_SIZE)
 
 
-def _to_fp8(decoder: Decoder) -> None:
-    """Bring the layers to fp8; products of 4 to 40 rows are those that take rows in 8 bits."""
-    expanded, scaled = form_of("fp8", REFERENCE), form_of("fp8", forms_triton.OFFERED["fp8"][0])
-    scaled = replace(scaled, refuses=never)  # which it would for want of a card
-    choice = PrecisionChoice((1, 4, 41), (expanded, scaled, expanded), "fp8")
-    for place, linear in decoder.linears.items():
-        if place != HEAD:
-            weight = quantize_fp8(torch.ones(linear.shape))
-            decoder.set_linear(place, QuantizedLinear(weight, None, choice))
+def _quantized(store: WeightStore, place: Place, kind: Kind) -> QuantizedLinear:
+    """By our kernels. Weights in four bits are written out for more than 64 rows; in fp8, products of 4 to 40
+    rows are those that take rows in 8 bits.
+    """
+    if kind == "fp8":
+        expanded, scaled = form_of("fp8", REFERENCE), form_of("fp8", forms_triton.OFFERED["fp8"][0])
+        scaled = replace(scaled, refuses=never)  # which it would for want of a card
+        by_rows = PrecisionChoice((1, 4, 41), (expanded, scaled, expanded), "fp8")
+        return QuantizedLinear(quantize_fp8(store.plain(place)), store.bias(place), by_rows)
+    widened, written = (form_of(kind, offer) for offer in forms_triton.OFFERED[kind])
+    choice = PrecisionChoice((1,), (widened,), kind)
+    if kind == "int4":
+        choice = PrecisionChoice((1, 65), (widened, written), kind)
+    return QuantizedLinear(quantize(store.plain(place), kind), store.bias(place), choice)
 
 
 def day(rng: np.random.Generator) -> Iterator[list[tuple[int, int]]]:
@@ -122,9 +158,12 @@ def day(rng: np.random.Generator) -> Iterator[list[tuple[int, int]]]:
 
 
 def main() -> int:
+    availability.probe = lambda device: None
+    # torch's product is none of ours, and takes seconds here.
+    products.F = SimpleNamespace(linear=lambda x, weight, bias: x.new_zeros(len(x), len(weight)))  # type: ignore[assignment]
     found = {}
-    for name, architecture in (("llama", "llama"), ("mistral", "mistral"), ("fp8", "llama")):
-        server = Server(architecture, fp8=name == "fp8")  # mistral has windows
+    for architecture, kind, sizes in MODELS:
+        server = Server(architecture, kind, sizes)
         server.warm()
         ahead = set(server.keys)
         rng = np.random.default_rng(0)
@@ -132,13 +171,15 @@ def main() -> int:
         # In fp8 what one part leaves to a product is launched there, whichever of the parts are fused.
         mixed = (fused, replace(fused, norm=PLAIN.norm), replace(fused, gate=PLAIN.gate), PLAIN)
         with torch.inference_mode():
-            for i, rows in enumerate(day(rng)):
-                server.decoder.ops = mixed[i % 4] if name == "fp8" else fused
+            for i, rows in enumerate(day(rng) if kind in (None, "fp8") else ()):
+                server.decoder.ops = mixed[i % 4] if kind == "fp8" else fused
                 server.step(rows)
                 server.choose(min(len(rows), 64), rng)
+            for count in COUNTS if kind is not None else ():
+                server.multiply(count)
         late = sorted(map(str, server.keys - ahead))
         kernels = sorted(str(key[0]) for key in ahead)
-        found[name] = {"ahead": kernels, "late": late}
+        found[f"{architecture} {kind or ''}".strip()] = {"ahead": kernels, "late": late}
     print(json.dumps(found))
     return 0
 
