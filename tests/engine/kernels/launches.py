@@ -84,7 +84,7 @@ def _elementwise(model: Sizes) -> Iterator[Case]:
         f"silu_mul e4m3 {model.name}", silu_mul(gate_up, codes, scale), archs=(89, 90) if large else (90,)
     )
     quantizing = quantize(y, codes.view(torch.int8), scale)
-    yield Case(f"quantize int8 {model.name}", quantizing, archs=(90,) if large else (89,))
+    yield Case(f"quantize int8 {model.name}", quantizing, archs=(80, 90) if large else (89,))
     yield Case(f"quantize e4m3 {model.name}", quantize(y, codes, scale), archs=(80, 90) if large else ())
 
 
@@ -127,7 +127,6 @@ def _attend(
     *,
     dtype: torch.dtype = torch.bfloat16,
     window: int | None = None,
-    split: bool = True,
 ) -> tuple[Launch, ...]:
     """Rows of ``queries`` new tokens over a pool of ``storage``."""
     q, out = (_empty(TOKENS, model.heads, model.head_dim, dtype=dtype) for _ in range(2))
@@ -139,7 +138,7 @@ def _attend(
     return paged_attention(
         q, pool, pool, out,
         cu_seqlens_q=cu, seq_lens=lengths, block_tables=tables, split_tiles=split_tiles,
-        parts=parts if split else None,
+        parts=parts,
         tiles=tiles_for(
             model.heads // model.kv_heads, model.head_dim, queries, pool.itemsize, hopper=arch == 90
         ),
@@ -160,18 +159,17 @@ def _attention(model: Sizes, arch: int) -> Iterator[Case]:
         ("verify", 5, BLOCK_SIZE, torch.bfloat16, (80, 90) if large else (90,)),
         ("verify", 5, 16, torch.int8, (89,) if large else ()),
         ("prefill", 512, BLOCK_SIZE, torch.bfloat16, EVERY if large else (80, 90)),
+        ("prefill", 512, 16, torch.bfloat16, EVERY if large else ()),
         ("prefill", 512, BLOCK_SIZE, torch.uint8, (80, 90) if large else (90,)),
     ):
-        attention, *combine = _attend(
-            model, arch, queries, storage, block_size, split=what != "prefill" or storage != torch.bfloat16
-        )
+        attention, *combine = _attend(model, arch, queries, storage, block_size)
         name = f"attention {what} {KINDS[storage]} page {block_size} {model.name}"
         yield Case(name, attention, has_dot=True, archs=archs)
-    yield Case(f"attention combine {model.name}", combine[0], archs=(90,) if large else (89,))
+    yield Case(f"attention combine {model.name}", combine[0], archs=(80, 90) if large else (89,))
     if large:
         cu = _empty(TOKENS + 1, dtype=torch.int32)
         sizes = {"programs": 264, "kv_heads": 8, "block_q": 4, "block_n": 64, "window": 1024}
-        yield Case("attention plan", plan_splits(cu, cu[1:], cu[:1], **sizes), wide_loads=False)
+        yield Case("attention plan", plan_splits(cu, cu[1:], cu[:1], **sizes), wide_loads=False, archs=EVERY)
 
 
 def _rare(arch: int) -> Iterator[Case]:
@@ -208,23 +206,24 @@ def _sampling() -> Iterator[Case]:
     floats, ints = _empty(TOKENS, dtype=torch.float32), _empty(TOKENS, dtype=torch.int32)
     longs, cu = _empty(TOKENS, dtype=torch.int64), _empty(TOKENS + 1, dtype=torch.int32)
     chosen = sample(logits, floats, ints, floats, floats, longs, longs, longs, greedy_below=1e-5)
-    yield Case("sample", chosen, archs=(80, 90))
-    yield Case("probabilities", probabilities(logits, floats, ints, floats, floats, out), archs=(80, 90))
+    yield Case("sample", chosen, archs=EVERY)
+    yield Case("probabilities", probabilities(logits, floats, ints, floats, floats, out), archs=EVERY)
     finite = _empty(2 * TOKENS, dtype=torch.int8)
     judged = rejection_sample(
         logits, out, longs, cu, finite, longs, longs, ints, longs, accept=64, residual=65
     )
-    yield Case("rejection_sample", judged)
-    yield Case("match_drafts", match_drafts(longs, longs, cu, ints, longs, max_drafted=16), wide_loads=False)
+    yield Case("rejection_sample", judged, archs=EVERY)
+    matched = match_drafts(longs, longs, cu, ints, longs, max_drafted=16)
+    yield Case("match_drafts", matched, wide_loads=False, archs=EVERY)
     scattered = penalize(logits, cu, ints, ints, floats, floats, floats, max_tokens=4096)
-    yield Case("penalize", scattered, wide_loads=False)
+    yield Case("penalize", scattered, wide_loads=False, archs=EVERY)
 
 
 def _products() -> Iterator[Case]:
     """The down projections of both models, of one row and of many, and groups as other makers choose them."""
     for bits, out, cols, group, archs in (
-        (8, 4096, 14336, 14336, (90,)),
-        (4, 4096, 14336, 128, (80, 90)),
+        (8, 4096, 14336, 14336, (89, 90)),
+        (4, 4096, 14336, 128, EVERY),
         (4, 896, 4864, 32, (90,)),
         (4, 896, 4864, 64, ()),
         (8, 896, 4864, 128, ()),
@@ -242,5 +241,5 @@ def _products() -> Iterator[Case]:
             wide = rows > 1 or group > 32  # one row of 32 channels is 64 bytes, spread over a warp
             yield Case(f"gemm {name} {rows} rows", product, has_dot=True, wide_loads=wide, archs=archs)
         expanding = dequantize(weight, _empty(out, cols))
-        yield Case(f"dequantize {name}", expanding, wide_loads=bits == 8, archs=(90,) * (out == 4096))
-    yield Case("gemm add splits", adding)
+        yield Case(f"dequantize {name}", expanding, wide_loads=bits == 8, archs=archs if out == 4096 else ())
+    yield Case("gemm add splits", adding, archs=EVERY)

@@ -1,21 +1,31 @@
-"""Every kernel compiled for sm_80, sm_89 and sm_90, which needs no GPU."""
+"""Every kernel compiled for sm_80, sm_89 and sm_90, which needs no GPU.
+
+Each in one case at least for each of them; DECODECK_KERNEL_SHAPES=all asks for every case on all of them.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from triton.runtime.jit import KernelInterface
 
+import engine.kernels
 from tests.conftest import COMPILED
 from tests.engine.kernels.conftest import SWITCH
-from tests.engine.kernels.launches import Case, launches
+from tests.engine.kernels.launches import EVERY, Case, launches
 from tests.engine.kernels.support import ALL_SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]
+TRIAL = {"_write"}  # what tries whether kernels run at all, whichever the card
 SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes a block may have (CUDA C++ guide)
 
 
@@ -32,6 +42,23 @@ def compiled(
     assert done.returncode == 0, done.stderr[-4000:]
     rows = pytestconfig.stash[COMPILED] = json.loads(done.stdout)
     return {(row["name"], row["arch"]): row for row in rows}
+
+
+def test_no_kernel_is_left_out() -> None:
+    """Of the modules of kernels, whichever they are: each that is launched, for each architecture."""
+    compiled = defaultdict(set)
+    for case in launches():
+        compiled[case.launch.kernel.__name__].update(case.archs)
+    there, called = set[str](), set[str]()  # the latter by other kernels, and compiled with them
+    for module in pkgutil.iter_modules(engine.kernels.__path__):
+        made = vars(importlib.import_module(f"engine.kernels.{module.name}"))
+        source = Path(str(made["__file__"])).read_text()
+        for name, each in made.items():
+            if isinstance(each, KernelInterface):
+                there.add(each.__name__)
+                if re.search(rf"(?<!def )(?<!\w){name}\(", source):
+                    called.add(each.__name__)
+    assert {name: set(EVERY) for name in there - called - TRIAL} == compiled
 
 
 @pytest.mark.parametrize(
