@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.launch import Launch
+from engine.kernels.launch import Launch, cdiv
 
 _BLOCK = 256  # tokens of a row that one program scatters
 
@@ -54,7 +54,7 @@ def penalize(
     """
     return Launch(
         _penalize,
-        (scores.shape[0], triton.cdiv(max_tokens, _BLOCK)),
+        (scores.shape[0], cdiv(max_tokens, _BLOCK)),
         {
             "scores": scores,
             "cu": cu_tokens,

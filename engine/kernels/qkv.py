@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.codes import encode, kind_of, reference_encode
-from engine.kernels.launch import FLOATS, Launch, native_fp8, next_power_of_2
+from engine.kernels.launch import FLOATS, Launch, cdiv, native_fp8, next_power_of_2
 
 HEADS_A_PROGRAM = 8  # so that one token alone still spreads over several multiprocessors
 MAX_HEAD_DIM = 256
@@ -183,7 +183,7 @@ def qk_norm_rope_kv_write(
     k_scale, v_scale = (None, None) if scales is None else scales
     return Launch(
         _qk_norm_rope_kv_write,
-        (tokens, triton.cdiv(all_heads, group)),
+        (tokens, cdiv(all_heads, group)),
         {
             "qkv": qkv,
             "positions": positions,

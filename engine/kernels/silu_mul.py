@@ -65,7 +65,7 @@ def silu_mul(gate_up: Tensor, y: Tensor, scale: Tensor | None = None) -> Launch:
     block = next_power_of_2(cols) if kind != "none" else min(_PART, next_power_of_2(cols))
     return Launch(
         _silu_mul,
-        (tokens, triton.cdiv(cols, block)),
+        (tokens, -(-cols // block)),
         {"gate_up": gate_up, "y": y, "scale": scale},
         {"COLS": cols, "BLOCK": block, "KIND": kind, "NATIVE": native_fp8(y.device)},
         num_warps=warps_for(block),

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.dot import dot
-from engine.kernels.launch import FLOATS, INTERPRETED, Launch, next_power_of_2
+from engine.kernels.launch import FLOATS, INTERPRETED, Launch, cdiv, next_power_of_2
 from engine.layers.precision.codes import unpack_nibbles
 from engine.layers.precision.weights import Int4Weight, Int8Weight
 
@@ -221,14 +221,14 @@ def _dequantize(
 
 def splits_for(rows: int, weight: PackedWeight) -> int:
     """Among how many programs input channels are shared, for a product of ``rows`` rows to fill a card."""
-    tiles: int = triton.cdiv(weight.shape[0], _BLOCK_N) * triton.cdiv(rows, _block_m(rows))
+    tiles = cdiv(weight.shape[0], _BLOCK_N) * cdiv(rows, _block_m(rows))
     steps = weight.shape[1] // weight.tile
     return max(1, min(MAX_SPLITS, PROGRAMS // tiles, steps // 4))
 
 
 def rows_unsplit(out: int) -> int:
     """Of so many rows a product with ``out`` output channels fills a card without sharing input channels."""
-    tiles: int = triton.cdiv(out, _BLOCK_N)
+    tiles = cdiv(out, _BLOCK_N)
     return (PROGRAMS // 2 // tiles + 1) * _block_m(PROGRAMS)
 
 
@@ -247,7 +247,7 @@ def gemm(
     constants = {"OUT": out, "HAS_BIAS": bias is not None}
     product = Launch(
         _gemm,
-        (triton.cdiv(out, _BLOCK_N), triton.cdiv(rows, block_m), splits),
+        (cdiv(out, _BLOCK_N), cdiv(rows, block_m), splits),
         {
             **shared,
             "x": x,
@@ -274,7 +274,7 @@ def gemm(
     if splits == 1:
         return (product,)
     block = min(1024, next_power_of_2(out))
-    adding = Launch(_add_splits, (rows, triton.cdiv(out, block)), shared, {**constants, "BLOCK": block})
+    adding = Launch(_add_splits, (rows, cdiv(out, block)), shared, {**constants, "BLOCK": block})
     return product, adding
 
 
@@ -283,7 +283,7 @@ def dequantize(weight: PackedWeight, into: Tensor) -> Launch:
     out, cols = weight.shape
     return Launch(
         _dequantize,
-        (triton.cdiv(out, 16), cols // weight.tile),
+        (cdiv(out, 16), cols // weight.tile),
         {"codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros, "weight": into},
         {
             "COLS": cols,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import pkgutil
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from engine.kernels.launch import Launch
+import engine.kernels
+from engine.kernels.launch import Launch, cdiv
 from engine.kernels.rmsnorm import add_rmsnorm
 from engine.ops import choice, triton_ops
 from ipc.messages import Sampling
@@ -47,6 +51,23 @@ def test_what_stops_a_launch_names_the_kernel_and_its_sizes(error: Exception) ->
         launch.run()
     assert str(error) in str(raised.value)
     assert raised.value.__cause__ is error
+
+
+def test_what_the_host_computes_of_a_launch_is_plain_python() -> None:
+    """Triton's functions for kernels take longer on the host than a small kernel runs on a card."""
+    assert [cdiv(a, 4) for a in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+    for module in pkgutil.iter_modules(engine.kernels.__path__):
+        source = Path(engine.kernels.__path__[0], f"{module.name}.py").read_text()
+        for found in ast.walk(ast.parse(source)):
+            if not isinstance(found, ast.FunctionDef) or any(map(_is_jit, found.decorator_list)):
+                continue
+            used = {ast.unparse(call.func) for call in ast.walk(found) if isinstance(call, ast.Call)}
+            slow = {name for name in used if name.startswith(("triton.", "tl."))}
+            assert not slow, f"{module.name}.{found.name}"
+
+
+def _is_jit(decorator: ast.expr) -> bool:
+    return "triton.jit" in ast.unparse(decorator)
 
 
 @interpreted_only
