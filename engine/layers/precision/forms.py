@@ -15,6 +15,7 @@ What a form does to activations is part of its name's meaning and stated in ``ac
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,6 +29,9 @@ from engine.layers.precision.quantize import quantize
 from engine.layers.precision.weights import Kind, QuantizedWeight
 from engine.out_of_memory import kind_of
 
+log = logging.getLogger(__name__)
+
+TRIED = (96, 256)  # the shape of the weights that a form is tried on
 REFERENCE = Offer("reference", "kept", "plain", reference)
 
 
@@ -74,7 +78,7 @@ def precision_forms(kind: Kind, device: torch.device) -> list[PrecisionForm]:
 
 
 def refused_forms(kind: Kind, device: torch.device) -> dict[str, str]:
-    """The forms that exist for this kind but not here, each with the reason, for the log."""
+    """The forms that exist for this kind but not here, each with the reason, as the log had it once."""
     return dict(_probed(kind, str(device))[1])
 
 
@@ -82,12 +86,16 @@ def refused_forms(kind: Kind, device: torch.device) -> dict[str, str]:
 def _probed(kind: Kind, device: str) -> tuple[tuple[PrecisionForm, ...], tuple[tuple[str, str], ...]]:
     first, *others = _all_forms(kind, torch.device(device).type)
     working, refused = [first], []
+    sample = quantize(torch.ones(TRIED), kind).to(torch.device(device))
     for form in others:
-        why = probe(form, torch.device(device))
+        why, level = form.refuses(sample), logging.INFO  # what the machine lacks, as it says itself
+        if why is None:
+            why, level = probe(form, torch.device(device)), logging.WARNING
         if why is None:
             working.append(form)
-        else:
-            refused.append((form.name, why))
+            continue
+        log.log(level, "%s weights are not multiplied with by %s on %s: %s", kind, form.name, device, why)
+        refused.append((form.name, why))
     return tuple(working), tuple(refused)
 
 
@@ -118,9 +126,9 @@ def probe(form: PrecisionForm, device: torch.device) -> str | None:
     """
     make_current(device)
     generator = torch.Generator().manual_seed(0)
-    typical = torch.randn(96, 256, generator=generator)
+    typical = torch.randn(TRIED, generator=generator)
     x = torch.randn(37, 256, generator=generator)
-    extreme = torch.ones(96, 256)
+    extreme = torch.ones(TRIED)
     extreme[::2] *= -1
     for weight, inputs in ((typical, x), (extreme, torch.ones(5, 256)), (extreme, -torch.ones(1, 256))):
         quantized = quantize(weight, form.kind).to(device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from engine.layers.precision import (
     Int8Weight,
     Kind,
     QuantizedWeight,
+    forms,
     int4pack,
     precision_forms,
     quantize,
@@ -242,3 +245,32 @@ def test_the_layout_of_the_int4_kernel_is_known_here() -> None:
     built = tuple(form.build(weight, None, torch.float32, shared) for form in forms)
     assert len(built) == 2
     assert held_bytes(built) == held_bytes(built[:1])
+
+
+def test_the_log_names_the_forms_that_are_refused_and_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A form that is wrong here is a warning, though others serve; what the machine lacks is none. Both are
+    told once, however many models are measured."""
+
+    def wrong(weight: QuantizedWeight, _: dict[str, torch.Tensor]) -> Multiply:
+        whole = weight.dequantize()
+        return Multiply(lambda x: 2 * (x @ whole.t()), ())
+
+    right = precision_forms("int8", CPU)[0]
+    broken = replace(right, name="broken", builder=wrong)
+    lacking = replace(right, name="lacking", refuses=lambda _: "it needs a card of another kind")
+    monkeypatch.setattr(forms, "_all_forms", lambda *_: [right, broken, lacking])
+    monkeypatch.setattr(forms, "_probed", functools.cache(forms._probed.__wrapped__))
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert precision_forms("int8", CPU) == [right]
+            assert set(refused_forms("int8", CPU)) == {"broken", "lacking"}
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in told] == ["WARNING", "INFO"]
+    assert told[0][1].startswith(
+        "int8 weights are not multiplied with by broken on cpu: its products are off"
+    )
+    assert told[1][1] == (
+        "int8 weights are not multiplied with by lacking on cpu: it needs a card of another kind"
+    )
