@@ -32,6 +32,7 @@ from engine.out_of_memory import kind_of
 log = logging.getLogger(__name__)
 
 TRIED = (96, 256)  # the shape of the weights that a form is tried on
+NARROW = (16, 2048)  # and of another one
 REFERENCE = Offer("reference", "kept", "plain", reference)
 
 
@@ -130,7 +131,10 @@ def probe(form: PrecisionForm, device: torch.device) -> str | None:
     x = torch.randn(37, 256, generator=generator)
     extreme = torch.ones(TRIED)
     extreme[::2] *= -1
-    for weight, inputs in ((typical, x), (extreme, torch.ones(5, 256)), (extreme, -torch.ones(1, 256))):
+    # Of few output channels and many input channels, which kernels share among programs.
+    narrow = torch.randn(NARROW, generator=generator)
+    tried = [(typical, x), (extreme, torch.ones(5, 256)), (extreme, -torch.ones(1, 256))]
+    for weight, inputs in (*tried, (narrow, torch.randn(5, NARROW[1], generator=generator))):
         quantized = quantize(weight, form.kind).to(device)
         inputs = inputs.to(device)
         try:

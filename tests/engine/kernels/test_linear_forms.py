@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.kernels import availability
+from engine.kernels import availability, weight_only_gemm
+from engine.kernels.launch import Launch
 from engine.layers.precision import (
     Fp8BlockWeight,
     Int4Weight,
@@ -93,6 +94,20 @@ def test_the_engine_would_offer_them(kind: Kind) -> None:
     for name, form in forms(kind).items():
         assert name in offered
         assert probe(form, DEVICE) is None
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_a_form_is_tried_with_input_channels_shared_too(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of programs are added by a kernel of their own, which may be wrong where no other is."""
+    run = Launch.run
+
+    def losing(launch: Launch) -> None:
+        if launch.kernel is weight_only_gemm._add_splits:
+            launch = replace(launch, arguments={**launch.arguments, "splits": launch.arguments["splits"] - 1})
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", losing)
+    assert "off by" in str(probe(forms(kind)["triton"], DEVICE))
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
