@@ -9,5 +9,10 @@ Modules with kernels import triton, so ask `engine.kernels.availability.probe` f
   What a kernel is compiled for follows from the model and from a few classes of numbers of rows (tiles of
   attention and of products), which `engine.kernels.warm` compiles ahead: numbers that change from step to
   step are no constants, and arrays of a few numbers a row may lie anywhere;
-- ``reference...``: the same in plain torch, float64 inside, which tests hold the kernel against.
+- ``reference...``: what each of these launches computes, in plain torch, float64 inside, which tests hold the
+  kernel against.
+
+Some modules hold only parts of kernels (`dot`, `vocabulary`), or the kernel that another module launches
+behind its own (`attention_parts`): the reference is that of who uses them. `linear` puts launches together,
+those of `weight_only_gemm` among others.
 """

@@ -299,5 +299,11 @@ def dequantize(weight: PackedWeight, into: Tensor) -> Launch:
     )
 
 
+def reference_product(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """What `gemm` computes, in float64: of the weight as its own ``dequantize`` gives it, and `dequantize`."""
+    y = x.double() @ weight.dequantize().double().t()
+    return y if bias is None else y + bias.double()
+
+
 def _block_m(rows: int) -> int:
     return min(64, max(16, next_power_of_2(rows)))

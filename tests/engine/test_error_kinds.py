@@ -1,4 +1,4 @@
-"""A25: what CUDA answers by code 2 is a lack of memory wherever it is met, and other codes a lost device."""
+"""What CUDA answers by code 2 is a lack of memory wherever it is met, and other codes a lost device."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _is_jit(decorator: ast.expr) -> bool:
 
 @interpreted_only
 def test_an_engine_survives_a_kernel_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A25: its requests end with the reason; with the knob off the next one is served."""
+    """Its requests end with the reason; with the knob off the next one is served."""
     monkeypatch.setattr(choice, "sources", lambda device: (triton_ops,))
     run = Launch.run
     monkeypatch.setattr(Launch, "run", lambda launch: run(replace(launch, kernel=_Failing(ERRORS[0]))))

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.kernels import weight_only_gemm
 from engine.kernels.linear import product, product_expanded, product_fp8
 from engine.kernels.quantize import quantize as quantize_rows
-from engine.kernels.weight_only_gemm import dequantize, gemm, pack, probe, splits_for
+from engine.kernels.weight_only_gemm import dequantize, gemm, pack, probe, reference_product, splits_for
 from engine.layers.precision.quantize import quantize_fp8, quantize_int4, quantize_int8
 from engine.layers.precision.weights import Int4Weight, Int8Weight
 from tests.engine.kernels.support import DEVICE, assert_close, poisoned, randn
@@ -51,17 +51,12 @@ WEIGHTS = {
 }
 
 
-def exact(x: Tensor, weight: Int8Weight | Int4Weight, bias: Tensor | None = None) -> Tensor:
-    y = x.double() @ weight.dequantize().double().t()
-    return y if bias is None else y + bias.double()
-
-
 def assert_product(
     y: Tensor, x: Tensor, weight: Int8Weight | Int4Weight, bias: Tensor | None, tolerance: float
 ) -> None:
     """Within ``tolerance`` of |x| |w|, as the forms of `engine.layers.precision` state their errors."""
     norms = x.double().norm(dim=1, keepdim=True) * weight.dequantize().double().norm(dim=1)
-    assert float(((y.double() - exact(x, weight, bias)).abs() / norms).max()) < tolerance
+    assert float(((y.double() - reference_product(x, weight, bias)).abs() / norms).max()) < tolerance
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
