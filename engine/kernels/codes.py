@@ -93,6 +93,15 @@ def row_scale(row, KIND: tl.constexpr):
     return tl.div_rn(tl.where(amax < 1e-30, 1e-30, amax), largest)
 
 
+def scales_of(
+    storage: torch.dtype, scales: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The scales of keys and of values for a pool of ``storage``; ValueError if it needs or has none."""
+    if (kind_of(storage) != "none") != (scales is not None):
+        raise ValueError(f"a KV cache of {storage} {'needs' if scales is None else 'has no'} scales")
+    return (None, None) if scales is None else scales
+
+
 def reference_encode(x: Tensor, kind: str) -> Tensor:
     """x of any float dtype as e4m3 bytes (uint8) or int8."""
     largest = LARGEST[kind]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.kernels.attention_parts import Parts, combine_parts
 from engine.kernels.attention_rows import MAX_SPLITS, row_of_tile, split_row
-from engine.kernels.codes import decode, kind_of
+from engine.kernels.codes import decode, kind_of, scales_of
 from engine.kernels.dot import dot
 from engine.kernels.launch import FLOATS, INTERPRETED, Launch, native_fp8, next_power_of_2
 
@@ -149,6 +149,11 @@ def _paged_attention(
     KIND: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
+    """A tile of queries of one row over a part of its keys (FlashAttention-2, with split keys).
+
+    In one piece: a third of it are parameters, and the loop with what comes before and after it shares a
+    dozen of tiles and numbers, which a function for each would only hand to and fro.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     index, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     base = tl.load(cu)
@@ -255,15 +260,14 @@ def paged_attention(
     tokens: at least so many new tokens as the rows have together; None for those of q.
     window: a token attends to so many tokens, itself included. scales: of keys and values, float32
     [kv_heads], for a pool in 8 bits.
+
+    Most of its lines name what the two kernels are launched with, which has no parts to be told apart.
     """
     all_tokens, heads, dim = q.shape
     tokens = all_tokens if tokens is None else tokens
     kv_heads, rows = k_pool.shape[1], seq_lens.shape[0]
-    kind = kind_of(k_pool.dtype)
-    if (kind != "none") != (scales is not None):
-        raise ValueError(f"a KV cache of {k_pool.dtype} {'needs' if scales is None else 'has no'} scales")
     split_tokens, max_splits = (0, 1) if parts is None else (parts.sums.shape[0], parts.sums.shape[2])
-    k_scale, v_scale = (None, None) if scales is None else scales
+    k_scale, v_scale = scales_of(k_pool.dtype, scales)
     shared = {
         "out": out,
         "parts": None if parts is None else parts.values,
@@ -283,7 +287,7 @@ def paged_attention(
         "DIM_BLOCK": max(16, next_power_of_2(dim)),
         "BLOCK_N": tiles.block_n,
         "WINDOW": window or 0,
-        "KIND": kind,
+        "KIND": kind_of(k_pool.dtype),
     }
     places = rows if tiles.one_tile else tokens // tiles.block_q + rows
     attention = Launch(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.codes import encode, kind_of, reference_encode
+from engine.kernels.codes import encode, kind_of, reference_encode, scales_of
 from engine.kernels.launch import FLOATS, Launch, cdiv, native_fp8, next_power_of_2
 
 HEADS_A_PROGRAM = 8  # so that one token alone still spreads over several multiprocessors
@@ -97,6 +97,10 @@ def _qk_norm_rope_kv_write(
     KIND: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
+    """Some heads of one token: queries, keys and values alike, each to where it belongs.
+
+    In one piece, for each step works on what the one before has in registers; a third of it are parameters.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     low = tl.arange(0, HALF_BLOCK)
@@ -177,10 +181,7 @@ def qk_norm_rope_kv_write(
     half = cos.shape[1] // 2
     group = min(HEADS_A_PROGRAM, next_power_of_2(all_heads))
     half_block = next_power_of_2(half)
-    kind = kind_of(k_pool.dtype)
-    if (kind != "none") != (scales is not None):
-        raise ValueError(f"a KV cache of {k_pool.dtype} {'needs' if scales is None else 'has no'} scales")
-    k_scale, v_scale = (None, None) if scales is None else scales
+    k_scale, v_scale = scales_of(k_pool.dtype, scales)
     return Launch(
         _qk_norm_rope_kv_write,
         (tokens, cdiv(all_heads, group)),
@@ -208,7 +209,7 @@ def qk_norm_rope_kv_write(
             "REST_BLOCK": next_power_of_2(dim - 2 * half) if dim > 2 * half else 0,
             "GROUP": group,
             "NORM": head_norm is not None,
-            "KIND": kind,
+            "KIND": kind_of(k_pool.dtype),
             "NATIVE": native_fp8(q.device),
         },
         num_warps=2 if group * half_block <= 512 else 4,

@@ -127,6 +127,10 @@ def _gemm(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """A tile of y, or of one program's share of its sums.
+
+    In one piece: a third of it are parameters, the rest is one loop with what comes before and after it.
+    """
     HALF: tl.constexpr = BLOCK_K // 2
     TO: tl.constexpr = x.dtype.element_ty
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -300,7 +304,7 @@ def dequantize(weight: PackedWeight, into: Tensor) -> Launch:
 
 
 def reference_product(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None = None) -> Tensor:
-    """What `gemm` computes, in float64: of the weight as its own ``dequantize`` gives it, and `dequantize`."""
+    """What `gemm` computes, in float64. What `dequantize` does is the weight's own ``dequantize``."""
     y = x.double() @ weight.dequantize().double().t()
     return y if bias is None else y + bias.double()
 
