@@ -16,15 +16,23 @@ CGROUP = Path("/sys/fs/cgroup")
 def available_bytes(cgroup: Path = CGROUP) -> int:
     """Bytes that can be allocated without swapping or hitting the control group's limit.
 
-    cgroup: the mount of the process's control group, of version 2 (Linux kernel, cgroup-v2.rst) or 1.
+    cgroup: the mount of the process's control group, of version 2 (Linux kernel, cgroup-v2.rst) or 1. What
+    it takes includes the pages of files that were read, a model's among them; of these the kernel gives back
+    what was not used lately before it refuses anything.
     """
     free = int(psutil.virtual_memory().available)
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit, used, stat, pages in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
     ):
         allowed, taken = _number(cgroup / limit), _number(cgroup / used)
         if allowed is not None and taken is not None:
+            taken -= min(taken, _line(cgroup / stat, pages))
             free = min(free, max(0, allowed - taken))
     return free
 
@@ -53,3 +61,16 @@ def _number(file: Path) -> int | None:
         return int(file.read_text())
     except (OSError, ValueError):
         return None
+
+
+def _line(file: Path, name: str) -> int:
+    """The number behind a name in a file of such lines; 0 without one."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        key, _, number = line.partition(" ")
+        if key == name and number.isdecimal():
+            return int(number)
+    return 0

@@ -30,6 +30,25 @@ def test_the_older_kind_of_control_group_counts_too(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) == 4000
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_pages_of_files_that_can_be_given_back_are_not_taken(tmp_path: Path, older: bool) -> None:
+    """A model that was read fills a container's memory with pages that nobody needs."""
+    (tmp_path / "memory").mkdir()
+    prefix = "memory/memory." if older else "memory."
+    limit, used = ("limit_in_bytes", "usage_in_bytes") if older else ("max", "current")
+    (tmp_path / (prefix + limit)).write_text("200000\n")
+    (tmp_path / (prefix + used)).write_text("199000\n")
+    stat = "anon 10000\nfile 189000\ninactive_anon 7\ninactive_file 180000\nactive_file 5000\n"
+    if older:
+        stat = f"inactive_file 1\nactive_file 2\n{stat.replace('inactive_file', 'total_inactive_file')}"
+    (tmp_path / (prefix + "stat")).write_text(stat)
+    assert available_bytes(tmp_path) == 181_000
+    (tmp_path / (prefix + "stat")).write_text("inactive_file max\ntotal_inactive_file\n")
+    assert available_bytes(tmp_path) == 1000
+    (tmp_path / (prefix + "stat")).write_text("inactive_file 300000\ntotal_inactive_file 300000\n")
+    assert available_bytes(tmp_path) == 200_000, "counted at another moment: never more than the limit"
+
+
 def test_without_a_limit_it_is_the_machines_memory(tmp_path: Path) -> None:
     total = psutil.virtual_memory().total
     assert 0 < available_bytes(tmp_path) <= total
