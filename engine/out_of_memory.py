@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,7 +125,17 @@ class CardMemory:
         )
 
 
-_last: str | None = None  # what the allocator told of the newest error
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the allocator told of an error that is on its way to whoever catches it."""
+
+    text: str
+    at_s: float
+
+
+RECENT_S = 10  # whatever is caught later than that is another error, of somebody who was not told of
+_told: _Told | None = None
+_TOLD = "told"  # where an error keeps it
 
 
 def watch(device: torch.device) -> None:
@@ -133,18 +144,32 @@ def watch(device: torch.device) -> None:
         return
     torch.cuda.init()  # type: ignore[no-untyped-call]  # untyped in torch
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if attach is None:
-        log.info("this torch does not tell what was asked for when memory runs out, only what there was")
-    else:
-        attach(_note)
+    why = f"torch {torch.__version__} has no way to ask it"
+    if attach is not None:
+        try:
+            attach(_note)
+        except RuntimeError as error:  # of PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync, which has none
+            why = str(error).splitlines()[0]
+        else:
+            return
+    log.info("what was asked for when memory runs out is not told, only what there was: %s", why)
 
 
 def _note(index: int, asked: int, _total: int, _free: int) -> None:
-    global _last
+    """Called by the allocator, before it raises its error."""
+    global _told
     try:
-        _last = f"{_gib(asked)} were asked for, {CardMemory.of(torch.device('cuda', index))}"
+        text = f"{_gib(asked)} were asked for, {CardMemory.of(torch.device('cuda', index))}"
+        _told = _Told(text, time.monotonic())
     except Exception as error:  # raised into the allocator it would hide what happened
         log.warning("what memory there was cannot be told: %s", error)
+
+
+def _take() -> str | None:
+    """What was told of the newest error, once: the next one may be one that nothing is told of."""
+    global _told
+    told, _told = _told, None
+    return told.text if told is not None and time.monotonic() - told.at_s < RECENT_S else None
 
 
 def shortage(device: torch.device, needed: int) -> str:
@@ -171,6 +196,7 @@ def allocating(what: str, device: torch.device, needed: int, advice: str) -> Ite
         if not is_shortage(error):
             raise
         let_go(error)
+        _take()  # it is told of here
         raise MemoryError(f"no memory for {what}: {shortage(device, needed)}; {advice}") from error
 
 
@@ -180,7 +206,9 @@ def text_of(error: BaseException) -> str:
     """
     said = str(error) or type(error).__name__
     if isinstance(error, torch.OutOfMemoryError):
-        told = _last or _present()
+        if not hasattr(error, _TOLD):  # the same error may be told of twice
+            setattr(error, _TOLD, _take() or _present())
+        told = getattr(error, _TOLD)
         return f"out of device memory: {told}" if told else said
     if isinstance(error, RuntimeError) and kind_of(error) == "memory" and "CUDA" in said:
         first = said.splitlines()[0]  # torch adds how to debug kernels
@@ -207,6 +235,9 @@ def let_go(error: BaseException | None) -> None:
 
 def recover(error: BaseException | None, device: torch.device) -> None:
     """Give back what a failed piece of work held, so that the next one finds it."""
+    if error is not None:
+        text_of(error)  # what was asked for stays with the error, if that is told of later
+    _take()
     let_go(error)
     if device.type == "cuda":
         torch.cuda.empty_cache()

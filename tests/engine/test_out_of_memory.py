@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from engine.kv_cache import KVCache
 from engine.lifetime import ExitCode
 from engine.models.loader import LoadedModel
 from engine.models.reading import allocate
-from engine.out_of_memory import recover, shortage, text_of, watch
+from engine.out_of_memory import allocating, recover, shortage, text_of, watch
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.fake_card import GIB, FakeCard, card
@@ -37,7 +38,7 @@ def model() -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_of_memory, "_last", None)
+    monkeypatch.setattr(out_of_memory, "_told", None)
 
 
 def test_what_was_asked_for_is_told_by_the_allocator(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,10 +50,46 @@ def test_what_was_asked_for_is_told_by_the_allocator(card: FakeCard, monkeypatch
     watch(CUDA)
     observers[0](0, 3 * GIB, card.total, card.free)
     card.free = 60 * GIB
-    text = text_of(torch.OutOfMemoryError(ADVICE))
+    error = torch.OutOfMemoryError(ADVICE)
+    text = text_of(error)
     assert text == f"out of device memory: 3.00 GiB were asked for, {FIGURES}"
-    code, told = explain(torch.OutOfMemoryError(ADVICE), running=False)
+    code, told = explain(error, running=False)
     assert (code, told) == (ExitCode.OUT_OF_MEMORY, f"out of memory while loading: {text}")
+
+
+@pytest.mark.parametrize("dealt_with", ["told", "recovered", "allocating", "long ago"])
+def test_what_was_asked_for_once_is_not_told_of_another_error(
+    card: FakeCard, monkeypatch: pytest.MonkeyPatch, dealt_with: str
+) -> None:
+    out_of_memory._note(0, 70 * GIB, card.total, card.free)
+    first = torch.OutOfMemoryError(ADVICE)
+    if dealt_with == "told":
+        text_of(first)
+    elif dealt_with == "recovered":
+        recover(first, CPU)
+        assert "70.00 GiB were asked for" in text_of(first)
+    elif dealt_with == "allocating":
+        with pytest.raises(MemoryError), allocating("w", CPU, 1, "ask for less"):
+            raise first
+    else:
+        later = time.monotonic() + out_of_memory.RECENT_S
+        monkeypatch.setattr(out_of_memory.time, "monotonic", lambda: later)
+    assert text_of(torch.OutOfMemoryError(ADVICE)) == f"out of device memory: {FIGURES}"
+
+
+def test_an_allocator_that_tells_nothing_does_not_end_the_start(
+    card: FakeCard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync."""
+
+    def refuse(observer: object) -> None:
+        raise RuntimeError("cudaMallocAsync does not yet support attachOutOfMemoryObserver.\nC++ frames")
+
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuse, raising=False)
+    with caplog.at_level(logging.INFO, "engine.out_of_memory"):
+        watch(CUDA)
+    assert "only what there was: cudaMallocAsync does not yet support" in caplog.text
+    assert text_of(torch.OutOfMemoryError(ADVICE)) == f"out of device memory: {FIGURES}"
 
 
 def test_without_an_observer_what_there_is_is_told(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
