@@ -536,7 +536,7 @@ class ModelRunner:
         reason = probe(name, self.spec, self.device, self.dtype)
         if reason is not None:
             raise ValueError(reason)
-        return get_backend(name, self.device)
+        return get_backend(name, self.device, self.dtype)
 
     def to_device(self, array: Ints) -> Tensor:
         """An array on the runner's device."""

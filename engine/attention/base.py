@@ -102,7 +102,7 @@ def names() -> tuple[str, ...]:
 
 def probe(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a backend cannot serve this model here, or None if it can."""
-    from engine.attention import flash_attn, paged, varlen
+    from engine.attention import flash_attn, paged, sdpa, varlen
 
     if name not in names():
         return f"unknown attention backend {name!r}; there are {', '.join(names())}"
@@ -110,7 +110,9 @@ def probe(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
         return f"{name} attention runs on cpu and cuda, not on {device.type}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{name} attention needs float32, bfloat16 or float16, not {dtype}"
-    probes = {"paged": paged.probe, "flash_attn": flash_attn.probe, "varlen": varlen.probe}
+    probes = {
+        "sdpa": sdpa.probe, "paged": paged.probe, "flash_attn": flash_attn.probe, "varlen": varlen.probe,
+    }  # fmt: skip
     return probes[name](spec, device, dtype) if name in probes else None
 
 
@@ -130,15 +132,18 @@ def pool_limits(device: torch.device) -> dict[str, PoolLimits]:
     return {"flash_attn": flash_attn.limits(device), "varlen": varlen.limits()}
 
 
-def get_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend of that name on a device; ask `probe` first. Raises KeyError for an unknown one."""
+def get_backend(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> AttentionBackend:
+    """The backend of that name on a device; ask `probe` first. Raises KeyError for an unknown one.
+
+    What it is called there may depend on the ``dtype`` that a model computes in.
+    """
     from engine.attention import flash_attn, paged, varlen
     from engine.attention.naive import NaiveAttention
     from engine.attention.sdpa import SdpaAttention
 
     makers: dict[str, Callable[[], AttentionBackend]] = {
         "naive": NaiveAttention,
-        "sdpa": SdpaAttention,
+        "sdpa": lambda: SdpaAttention(device, dtype),
         "paged": lambda: paged.make(device),
         "flash_attn": lambda: flash_attn.make(device),
         "varlen": lambda: varlen.make(device),

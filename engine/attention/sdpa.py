@@ -7,6 +7,10 @@ of very different lengths are split into buckets, for padding costs as much as r
 (prefill, chunks) run one by one; without earlier context they read their keys straight from the step's
 tensors.
 
+torch has several kernels behind that function and takes whichever suits a call, by its version. On a GPU each
+kind of call has one here, and fails where that cannot run (`Forced`); the backend's name says which. On a CPU
+torch's choice stands.
+
 Products run in the pool's ``compute_dtype``. Quantized blocks are gathered as they are stored and widened to
 it, bucket by bucket, while they are still in a CPU's caches.
 """
@@ -21,8 +25,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.attention.base import GATHER_BYTES, MAX_SHORT, AttentionPlan, Ints, Needs, Rows, ToDevice
+from engine.attention.varlen_rows import probe_kernel
 from engine.kv_cache import KVCache
 from engine.models.spec import ModelSpec
 
@@ -120,12 +126,55 @@ class _Chunk:
 Place = Callable[[Tensor, int], _Gathered]
 
 
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """torch's kernel for each kind of call: with a mask, and causal without."""
+
+    masked: SDPBackend
+    causal: SDPBackend
+
+    @classmethod
+    def on(cls, device: torch.device, dtype: torch.dtype) -> Forced | None:
+        """Of those that a GPU has: FlashAttention takes no mask, and 16 bits alone; the other takes all.
+
+        None on a CPU.
+        """
+        if device.type != "cuda":
+            return None
+        flash = dtype in (torch.bfloat16, torch.float16)
+        other = SDPBackend.EFFICIENT_ATTENTION
+        return cls(other, SDPBackend.FLASH_ATTENTION if flash else other)
+
+    @property
+    def name(self) -> str:
+        """Of both."""
+        names = {each.name.split("_")[0].lower(): None for each in (self.masked, self.causal)}
+        return "_".join(names)
+
+
+def probe(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why it cannot serve this model here, or None if it can."""
+    forced = Forced.on(device, dtype)
+    if forced is None:
+        return None
+    multiple = 16 // dtype.itemsize
+    if spec.head_dim % multiple:
+        return (
+            f"torch's efficient attention needs heads of a multiple of {multiple} in "
+            f"{str(dtype).removeprefix('torch.')}, not {spec.head_dim}"
+        )
+    if forced.causal != SDPBackend.FLASH_ATTENTION:
+        return None
+    return probe_kernel(spec.head_dim, device, dtype)
+
+
 class SdpaAttention:
     """See `engine.attention.base.AttentionBackend`."""
 
-    name = "sdpa"
-
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        """``dtype`` is what a model computes in."""
+        forced = Forced.on(device, dtype)
+        self.name = "sdpa" if forced is None else f"sdpa_{forced.name}"
         self._scratch = _Scratch()
 
     def plan(self, rows: Rows, kv: KVCache, spec: ModelSpec, to_device: ToDevice) -> AttentionPlan:
@@ -157,13 +206,31 @@ class _SdpaPlan:
         self.kv_heads = spec.num_kv_heads
         self.group = spec.num_heads // spec.num_kv_heads
         self.head_dim = spec.head_dim
+        self.forced = Forced.on(kv.device, kv.compute_dtype)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         buckets, chunks = self.parts[layer]
-        parts = [self._together(layer, q, bucket) for bucket in buckets]
-        for chunk in chunks:
-            parts += self._several(layer, q, k, v, chunk)
+        if self.forced is None:
+            parts = [self._together(layer, q, bucket) for bucket in buckets]
+            for chunk in chunks:
+                parts += self._several(layer, q, k, v, chunk)
+        else:
+            parts = self._under(self.forced, layer, q, k, v)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _under(
+        self, forced: Forced, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None
+    ) -> list[Tensor]:
+        """What `attend` computes, each kind of call under its own kernel: switching takes microseconds."""
+        buckets, chunks = self.parts[layer]
+        parts = []
+        if buckets:
+            with sdpa_kernel(forced.masked):
+                parts += [self._together(layer, q, bucket) for bucket in buckets]
+        for chunk in chunks:
+            with sdpa_kernel(forced.causal if chunk.tiles[0].mask is None else forced.masked):
+                parts += self._several(layer, q, k, v, chunk)
+        return parts
 
     def _together(self, layer: int, q: Tensor, bucket: _Bucket) -> Tensor:
         tokens, new, gathered = bucket.last - bucket.first, bucket.new, bucket.gathered

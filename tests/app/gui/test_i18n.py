@@ -89,7 +89,7 @@ def test_a_text_of_the_engine_is_matched_with_what_it_holds() -> None:
 TOLD = {"CannotMap", "DeviceError", "MemoryError", "ModelError", "NoRoom"}
 """Errors of the engine whose text the console shows as it is, with advice."""
 TOLD_BY = {"varlen_rows.py", "varlen.py", "availability.py", "attention_choice.py", "cards.py", "hardware.py",
-           "driver.py", "gpm.py"}  # fmt: skip
+           "driver.py", "gpm.py", "sdpa.py"}  # fmt: skip
 """Where functions return why something cannot be used here."""
 
 

@@ -276,17 +276,11 @@ def test_sdpa_on_a_card_gathers_a_bounded_part_at_once() -> None:
     kv = KVCache.allocate(
         spec, num_blocks=8, block_size=16, dtype=torch.bfloat16, device=torch.device("meta")
     )
-    shapes = Rows(
-        np.arange(rows),
-        np.ones(rows, np.int64),
-        np.full(rows, 1599),
-        np.zeros((rows, 100), np.int64),
-        rows,
-        16,
-    )
-    buckets, _ = (
-        SdpaAttention().plan(shapes, kv, spec, lambda ints: torch.from_numpy(ints).to("meta")).parts[0]
-    )  # type: ignore[attr-defined]
+    tables = np.zeros((rows, 100), np.int64)
+    shapes = Rows(np.arange(rows), np.ones(rows, np.int64), np.full(rows, 1599), tables, rows, 16)
+    backend = SdpaAttention(kv.device, kv.compute_dtype)
+    plan: Any = backend.plan(shapes, kv, spec, lambda ints: torch.from_numpy(ints).to("meta"))
+    buckets, _ = plan.parts[0]
     assert sum(bucket.last - bucket.first for bucket in buckets) == rows
     sizes = [bucket.gathered.flat_k.nbytes + bucket.gathered.flat_v.nbytes for bucket in buckets]
     assert GATHER_BYTES // 2 < max(sizes) <= GATHER_BYTES
