@@ -422,7 +422,7 @@ class EngineState(_Struct, tag="state", frozen=True, kw_only=True):
     original_bytes: UInt = 0  # memory held only to convert weights from: originals and codes of AWQ
     draft_weight_bytes: UInt = 0  # held to draft with, beside the model's own
     draft_kv_bytes: UInt = 0  # keys and values of the model that drafts
-    step_bytes: UInt = 0  # of a card, kept free for the largest step, as measured at start; 0: not known
+    step_bytes: UInt = 0  # of a card, kept free for the largest step, as measured; 0: not known
     graph_budget_bytes: UInt = 0  # of a card, kept free for CUDA graphs
     result_n: UInt = 0  # answers in the result cache
     result_bytes: UInt = 0

@@ -80,8 +80,8 @@ PROCESS = N_(
 )
 CARD = N_("Memory of the card that is taken, by whatever runs on it, and what it has, by the driver (NVML).")
 KEPT_FREE = N_(
-    "What the KV pool leaves of the card: for the largest step that the settings at start allow, measured by "
-    "running it once, and for CUDA graphs. It is not taken all the time."
+    "What the KV pool leaves of the card: for the largest step that settings have allowed since the start, "
+    "measured by running it, and for CUDA graphs. It is not taken all the time."
 )
 CHECKPOINT = N_(
     "The weights as the files gave them: their bytes in the precision they were loaded in, and how they came "

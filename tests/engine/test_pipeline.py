@@ -283,7 +283,8 @@ def test_a_lost_device_is_raised_from_the_computing_thread(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(model, overlap=True)
-    Faults(engine, monkeypatch).error = torch.AcceleratorError("CUDA error: an illegal memory access")
+    lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    Faults(engine, monkeypatch).error = lost
     rid = engine.submit(prompt(1, 10), GREEDY)
     with pytest.raises(torch.AcceleratorError):
         engine.run()
