@@ -26,7 +26,7 @@ EPILOG = (
 
 def _parser() -> argparse.ArgumentParser:
     cli = argparse.ArgumentParser(description=__doc__, epilog=EPILOG)
-    cli.add_argument("--out", type=Path, default=Path("gpu.json"), help="the results (default: gpu.json)")
+    cli.add_argument("--out", type=Path, default=Path("out/gpu.json"), help="the results (out/gpu.json)")
     cli.add_argument("--only", metavar="STAGE[,STAGE]", help="only these; the rest of --out is kept")
     cli.add_argument("--deadline", type=float, default=420.0, metavar="SECONDS", help="default: 420")
     cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -51,7 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
         from tests.gpu.check import stages
         from tests.gpu.check.settings import Settings
     except ModuleNotFoundError as error:
-        cli.error(f"{error}; install what packaging/requirements.txt names, or put it on PYTHONPATH")
+        cli.error(
+            f"{error}; run it with the Python in .venv; tests/gpu/README.md names the packages that it needs"
+        )
 
     only = None if options.only is None else tuple(name.strip() for name in options.only.split(","))
     unknown = set(only or ()) - set(stages.NAMES)
