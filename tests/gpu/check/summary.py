@@ -76,8 +76,9 @@ def rows(results: Results) -> list[dict[str, Any]]:
 
 
 def _row(goal: Goal, results: Results) -> dict[str, Any]:
-    sign = "at most" if goal.at_most else "at least"
-    row: dict[str, Any] = {"case": goal.case, "goal": f"{sign} {goal.share:.0%}", "measured": None, "why": ""}
+    sign, whole = ("at most", "a step") if goal.at_most else ("at least", "the floor")
+    asked = f"{sign} {goal.share:.0%} of {whole}"
+    row: dict[str, Any] = {"case": goal.case, "goal": asked, "measured": None, "why": ""}
     found = results.of(goal.stage)
     if found is None:
         return row | {"verdict": "not measured", "why": results.why_not(goal.stage)}
