@@ -49,6 +49,7 @@ class Console(QObject):
     noticed = Signal(object)  # Notice
     selected = Signal(object)  # rid of the request that was picked, or None
     baselines_changed = Signal()
+    asked = Signal()  # a change of knobs
     costly = Signal(object)  # the patch of a change that takes minutes: to be confirmed
 
     def __init__(
@@ -120,6 +121,7 @@ class Console(QObject):
             self.costly.emit(patch)
         elif patch:
             self.knobs.set(patch)
+            self.asked.emit()
 
     def cancel_change(self) -> None:
         """Have the change given up that the engine is applying, whoever asked for it."""

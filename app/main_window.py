@@ -60,6 +60,7 @@ from app.store.store import Store
 from app.widgets.banner import Banner
 from app.widgets.basic import button, column, label
 from app.widgets.dock import PanelDock
+from app.widgets.focus import UndoKeys, set_visible
 from app.widgets.load_bar import LoadBar
 from app.widgets.toast import ToastStack
 from app.window_actions import WindowActions
@@ -97,6 +98,7 @@ class MainWindow(WindowActions):
         self.actions_by_id = ActionRegistry(self)
         self.toasts = ToastStack(self)
         self.clock = FrameClock(self)
+        self.undo_keys = UndoKeys(self)
         self._build_centre()
         self._build_docks()
         self._build_menus()
@@ -250,6 +252,7 @@ class MainWindow(WindowActions):
         console = self.console
         console.noticed.connect(self.on_notice)
         console.costly.connect(self.confirm_search)
+        console.asked.connect(self._refresh_actions)
         self.load_bar.started.connect(self.on_start_load)
         self.load_bar.stopped.connect(lambda: console.stop_load())
         self.load_bar.cancelled.connect(self.cancel_load)
@@ -286,7 +289,7 @@ class MainWindow(WindowActions):
         message = status.banner_message(self.session, self.console.pending_text())
         for banner in (self.banner, self.change_banner):
             if message is None or message.change != (banner is self.change_banner):
-                banner.hide()
+                set_visible(banner, False)
                 continue
             banner.show_message(
                 message.level, message.title, message.text, share=message.share, busy=message.busy,
@@ -298,6 +301,10 @@ class MainWindow(WindowActions):
         self.load_bar.show_progress(
             self.console.load_progress, self.load_run.running, self.console.engine_ready
         )
+        self._refresh_actions()
+
+    @Slot()
+    def _refresh_actions(self) -> None:
         self.actions_by_id.refresh(self.console)
 
     # --- layout -------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ class _Change:
     retries: int = 0
     busy_since_s: float | None = None  # the engine applies somebody else's change
     again_s: float | None = None  # ask again then, or as soon as any change was applied
+    undo_then: bool = False  # a person took it back before it was applied
     apply_id: int | None = None
 
 
@@ -136,7 +137,7 @@ class KnobModel:
 
     @property
     def can_undo(self) -> bool:
-        return bool(self._history.undo)
+        return bool(self._history.undo) or self._unfinished() is not None
 
     @property
     def can_redo(self) -> bool:
@@ -173,12 +174,21 @@ class KnobModel:
         return found
 
     def undo(self) -> Patch | None:
-        """Ask for the inverse of this console's last applied change; None if there is none."""
-        return self._step(self._history.undo, "undo")
+        """Ask for the inverse of this console's last change, once that is applied; None if there is none."""
+        unfinished = self._unfinished()
+        if unfinished is None:
+            return self._step(self._history.undo, "undo")
+        unfinished.undo_then = True
+        return dict(unfinished.seen)
 
     def redo(self) -> Patch | None:
         """Ask again for what was undone last; None if there is nothing."""
         return self._step(self._history.redo, "redo")
+
+    def _unfinished(self) -> _Change | None:
+        """The newest change on its way that was not taken back."""
+        made = (change for change in reversed(self._queue) if change.origin != "undo")
+        return next((change for change in made if not change.undo_then), None)
 
     def _step(self, stack: deque[Patch], origin: Origin) -> Patch | None:
         if not stack:
@@ -295,6 +305,8 @@ class KnobModel:
             self._changed()
         elif event.result == "ok":
             self._remember(change)
+            if change.undo_then:
+                self._step(self._history.undo, "undo")
             self._finish(change)
         else:
             # What a person cancelled was not refused.

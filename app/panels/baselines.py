@@ -34,6 +34,7 @@ from app.store.store import ExportFormat
 from app.units import count, rate, seconds
 from app.widgets.basic import button, column, label, plain_tip, row
 from app.widgets.empty_state import EmptyState
+from app.widgets.focus import set_enabled
 
 AnyIndex = QModelIndex | QPersistentModelIndex
 FORMATS: dict[ExportFormat, str] = {"json": "JSON", "csv": "CSV", "md": "Markdown"}
@@ -197,10 +198,10 @@ class BaselinesPanel(QWidget):
 
     def _show_buttons(self) -> None:
         number = len(self.selected())
-        self.compare.setEnabled(number == 2)
+        set_enabled(self.compare, number == 2)
         for made in (self.restore, self.export):
-            made.setEnabled(number == 1)
-        self.delete.setEnabled(number >= 1)
+            set_enabled(made, number == 1)
+        set_enabled(self.delete, number >= 1)
 
     def selected(self) -> list[BaselineSummary]:
         """The selected baselines, oldest first: the older one is A."""

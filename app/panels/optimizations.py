@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt, Signal, Slot
-from PySide6.QtWidgets import QFrame, QLineEdit, QScrollArea, QStackedLayout, QWidget
+from PySide6.QtCore import QEvent, Qt, Signal, Slot
+from PySide6.QtWidgets import QApplication, QFrame, QLineEdit, QScrollArea, QStackedLayout, QWidget
 
 from app import status
 from app.console import Console
@@ -12,6 +12,7 @@ from app.model.knobs import KnobStatus
 from app.panels.knob_notes import SpeculationNote, WeightsNote
 from app.widgets.basic import button, column, row, rule
 from app.widgets.empty_state import EmptyState
+from app.widgets.focus import has_focus, set_enabled
 from app.widgets.knob_group import KnobGroup
 from app.widgets.knob_row import AUTO, KnobRow
 from ipc.messages import KnobInfo
@@ -97,8 +98,8 @@ class OptimizationsPanel(QWidget):
             ids = [made.info.id for made in group.rows]
             group.show_changed(sum(values.get(i) != self.rows[i].info.default for i in ids if i in values))
         pending = sum(view.status is KnobStatus.PENDING for view in views)
-        self.undo.setEnabled(ready and knobs.can_undo)
-        self.defaults.setEnabled(ready and bool(self._off_default()))
+        set_enabled(self.undo, ready and knobs.can_undo)
+        set_enabled(self.defaults, ready and bool(self._off_default()))
         summary = tr("rev {rev}").format(rev=knobs.rev) if knobs.rev is not None else ""
         if pending and ready:
             summary = tr("{n} pending").format(n=pending)
@@ -116,6 +117,16 @@ class OptimizationsPanel(QWidget):
             note.refresh()
 
     def _rebuild(self, infos: list[KnobInfo]) -> None:
+        bar = self.area.verticalScrollBar()
+        place = bar.value()
+        focused = next((knob for knob, made in self.rows.items() if has_focus(made)), None)
+        self._make_groups(infos)
+        QApplication.sendPostedEvents(self.area.widget(), QEvent.Type.LayoutRequest.value)
+        bar.setValue(place)
+        if focused in self.rows:
+            self.rows[focused].take_focus()
+
+    def _make_groups(self, infos: list[KnobInfo]) -> None:
         self._infos = infos
         self.rows = {info.id: KnobRow(info) for info in infos}
         for made in self.rows.values():

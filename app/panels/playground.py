@@ -12,6 +12,7 @@ from app.model.chat import Turn
 from app.units import count, percent, rate, seconds
 from app.widgets.basic import button, column, label, row, set_role, set_tip
 from app.widgets.empty_state import EmptyState
+from app.widgets.focus import set_enabled
 
 
 class TurnView(QWidget):
@@ -143,7 +144,7 @@ class PlaygroundPanel(QWidget):
         """Show what came since the last frame."""
         chat, ready = self._console.chat, self._console.engine_ready
         self.send.setText(tr("Stop") if chat.busy else tr("Send"))
-        self.send.setEnabled(chat.busy or ready)
+        set_enabled(self.send, chat.busy or ready)
         self.send.setToolTip("" if ready else tr("The engine is not ready yet."))
         set_role(self.send, "primary" if chat.busy else "filled")
         if chat.version == self._seen:

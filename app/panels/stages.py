@@ -15,6 +15,7 @@ from app.panels.view import ChartView, Follower
 from app.units import count, percent, seconds, span, tick
 from app.widgets.basic import column, label, row, set_tip
 from app.widgets.chart_header import SeriesSpec
+from app.widgets.focus import set_enabled
 from app.widgets.stack_plot import Layer, StackPlot
 from app.widgets.toggle import ToggleSwitch
 
@@ -157,14 +158,13 @@ class StagesPanel(QWidget):
         self._seen = (knobs.version, ready)
         known = {view.info.id: view for view in knobs.views()}
         view = known.get(SPLIT_KNOB)
-        self.split.setEnabled(view is not None and ready and view.info.available)
+        pending = view is not None and view.status is KnobStatus.PENDING
+        set_enabled(self.split, view is not None and ready and view.info.available and not pending)
         if view is None:
             self.split_state.setText(tr("this engine cannot") if known else "")
             return
-        pending = view.status is KnobStatus.PENDING
         self.split.setChecked(bool(view.desired))
         self.split.set_pending(pending)
-        self.split.setEnabled(self.split.isEnabled() and not pending)
         self.split_state.setText(tr("applying…") if pending else "")
 
     def refresh_figures(self) -> None:

@@ -7,6 +7,7 @@ from PySide6.QtWidgets import QFrame, QProgressBar, QWidget
 
 from app.i18n import tr
 from app.widgets.basic import ElidedLabel, button, column, label, row, set_role, set_state, set_tip
+from app.widgets.focus import set_visible
 from app.widgets.status_pill import StatusPill
 
 
@@ -65,13 +66,13 @@ class Banner(QFrame):
             self.progress.setValue(round(min(1.0, max(0.0, share)) * 1000))
         elif busy:
             self.progress.setRange(0, 0)
-        self.restart.setVisible(can_restart)
+        set_visible(self.restart, can_restart)
         # What starts with the same draft model would fail the same way.
         set_role(self.restart, "" if draft else "filled")
         set_role(self.draft, "filled" if draft else "")
-        self.log.setVisible(log)
-        self.draft.setVisible(draft)
-        self.cancel.setVisible(can_cancel)
+        set_visible(self.log, log)
+        set_visible(self.draft, draft)
+        set_visible(self.cancel, can_cancel)
         self.setAccessibleName(f"{title}. {text}")
         if self._over is not None:
             corner = self._over.mapTo(self.window(), QPoint(0, 0))

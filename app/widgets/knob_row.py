@@ -5,8 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from PySide6.QtCore import QSignalBlocker, Qt, QTimer, Signal, Slot
-from PySide6.QtGui import QPaintEvent, QStandardItem, QStandardItemModel, QWheelEvent
+from PySide6.QtCore import QRectF, QSignalBlocker, Qt, QTimer, Signal, Slot
+from PySide6.QtGui import (
+    QColor,
+    QFocusEvent,
+    QKeyEvent,
+    QPainter,
+    QPaintEvent,
+    QPen,
+    QStandardItem,
+    QStandardItemModel,
+    QWheelEvent,
+)
 from PySide6.QtWidgets import (
     QComboBox,
     QDoubleSpinBox,
@@ -17,12 +27,14 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
+from app import theme
 from app.i18n import N_, knob_help, knob_title, tr, tr_engine, tr_later
 from app.knob_text import value_text
 from app.model.knobs import KnobStatus, KnobView
 from app.net.types import knob_text
 from app.units import count, pause, percent
 from app.widgets.basic import ElidedLabel, label, plain_tip, row, set_role, set_state
+from app.widgets.focus import set_enabled
 from app.widgets.toggle import ToggleSwitch
 from ipc.messages import KnobInfo, KnobValue
 
@@ -85,6 +97,7 @@ class KnobRow(QWidget):
         super().__init__()
         self.info = info
         self.title = label(knob_title(info.id, info.title))
+        self.setAccessibleName(self.title.text())
         self.status = ElidedLabel("", "small")
         self.status.setAlignment(Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter)
         self.editor = self._make_editor()
@@ -174,6 +187,33 @@ class KnobRow(QWidget):
     def _ask(self, value: KnobValue) -> None:
         self.asked.emit(self.info.id, value)
 
+    # --- focus --------------------------------------------------------------------------------------
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        """While the focus waits here, a key that was meant for the editor does nothing."""
+        event.accept()
+
+    def take_focus(self) -> None:
+        """Have the keyboard act upon this knob, now or as soon as it can be used."""
+        self.editor.setFocus(Qt.FocusReason.OtherFocusReason)
+
+    def focusInEvent(self, event: QFocusEvent) -> None:
+        super().focusInEvent(event)
+        self.update()
+
+    def focusOutEvent(self, event: QFocusEvent) -> None:
+        super().focusOutEvent(event)
+        self.update()
+
+    def paintEvent(self, event: QPaintEvent) -> None:
+        """Frame the editor while the focus waits for it."""
+        if self.hasFocus():
+            painter = QPainter(self)
+            painter.setRenderHint(QPainter.RenderHint.Antialiasing)
+            painter.setPen(QPen(QColor(theme.tokens().accent), 1))
+            box = QRectF(self.editor.geometry()).adjusted(-1.5, -0.5, 1.5, 0.5)
+            painter.drawRoundedRect(box, 5, 5)
+
     # --- state --------------------------------------------------------------------------------------
 
     def matches(self, text: str) -> bool:
@@ -197,8 +237,8 @@ class KnobRow(QWidget):
         """
         pending = view.status is KnobStatus.PENDING and enabled
         usable = enabled and self.info.available and self.info.apply != "restart"
+        self._set_usable(usable and not pending)
         self._show_value(view.desired)
-        self.editor.setEnabled(usable and not pending)
         self.title.setEnabled(self.info.available)
         if isinstance(self.editor, ToggleSwitch):
             self.editor.set_pending(pending)
@@ -220,6 +260,16 @@ class KnobRow(QWidget):
         elif text and view.preempted:
             more = tr("{n} requests lost their place and went on by recompute.")
             self.status.setToolTip(plain_tip(f"{text}. {more.format(n=count(view.preempted))}"))
+
+    def _set_usable(self, usable: bool) -> None:
+        """Let the editor be used or not. What was typed and not asked for yet is given up with its use."""
+        if not usable and self.editor.isEnabled():
+            self._timer.stop()
+            if isinstance(self.editor, QComboBox):
+                self.editor.hidePopup()
+            with QSignalBlocker(self.editor):
+                set_enabled(self.editor, False)
+        set_enabled(self.editor, usable)
 
     def _show_value(self, value: KnobValue) -> None:
         if self._timer.isActive() or (self.editor.hasFocus() and self._is_typing()):

@@ -12,6 +12,7 @@ from app.lab.load_run import LoadProgress
 from app.lab.workload import PromptKind, WorkloadSpec
 from app.units import clock, rate, span
 from app.widgets.basic import ElidedLabel, button, label, row, set_role, set_tip
+from app.widgets.focus import set_enabled
 
 MIXES: dict[str, tuple[str, dict[PromptKind, float]]] = {
     "chat": (N_("Chat"), {"chat": 1.0}),
@@ -151,8 +152,8 @@ class LoadBar(QFrame):
             self.button.setText(going if running else tr("Start load"))
             set_role(self.button, "primary" if running else "filled")
             for field in (self.mix, self.arrival, self.rate, self.concurrency, self.duration):
-                field.setEnabled(not running)
-        self.button.setEnabled(running or ready)
+                set_enabled(field, not running)
+        set_enabled(self.button, running or ready)
         tip = "" if ready or running else tr("The engine is not ready yet.")
         if draining:
             tip = tr("Nothing more is sent. This ends the requests that still run.")

@@ -163,7 +163,9 @@ def test_undo_asks_for_the_inverse(window: MainWindow, link: FeedLink, qtbot: Qt
     assert not window.action("undo").isEnabled()
     qtbot.mouseClick(window.optimizations.rows["prefix_cache"].editor, Qt.MouseButton.LeftButton)
     link.apply(*link.last(CfgSet))
-    until(window, lambda: window.action("undo").isEnabled())
+    until(window, lambda: not window.knobs.pending)
+    beat(window, 1)
+    assert window.action("undo").isEnabled()
     window.action("undo").trigger()
     number, command = link.last(CfgSet)
     assert command.patch == {"prefix_cache": True}
