@@ -256,6 +256,7 @@ class MainWindow(WindowActions):
         self.load_bar.started.connect(self.on_start_load)
         self.load_bar.stopped.connect(lambda: console.stop_load())
         self.load_bar.cancelled.connect(self.cancel_load)
+        self.load_bar.refused.connect(self.on_refused)
         self.change_banner.cancel_asked.connect(console.cancel_change)
         self.banner.restart_asked.connect(self.restart_engine)
         self.banner.draft_asked.connect(self.choose_draft_model)

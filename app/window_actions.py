@@ -57,6 +57,11 @@ class WindowActions(QMainWindow):
         """Show a notice in the corner."""
         self.toasts.show_notice(notice.level, notice.text, notice.detail)
 
+    @Slot(str)
+    def on_refused(self, why: str) -> None:
+        """Tell that something typed is not taken."""
+        self.console.noticed.emit(Notice("warning", why))
+
     @Slot(object)
     def confirm_search(self, patch: object) -> None:
         """Say what AWQ's first search takes before it is asked for."""

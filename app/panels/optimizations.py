@@ -6,7 +6,7 @@ from PySide6.QtCore import QEvent, Qt, Signal, Slot
 from PySide6.QtWidgets import QApplication, QFrame, QLineEdit, QScrollArea, QStackedLayout, QWidget
 
 from app import status
-from app.console import Console
+from app.console import Console, Notice
 from app.i18n import N_, tr, tr_later
 from app.model.knobs import KnobStatus
 from app.panels.knob_notes import SpeculationNote, WeightsNote
@@ -131,6 +131,7 @@ class OptimizationsPanel(QWidget):
         self.rows = {info.id: KnobRow(info) for info in infos}
         for made in self.rows.values():
             made.asked.connect(self._on_asked)
+            made.refused.connect(self._on_refused)
         groups: dict[str, list[KnobInfo]] = {}
         for info in infos:
             groups.setdefault(info.group, []).append(info)
@@ -180,6 +181,10 @@ class OptimizationsPanel(QWidget):
             self._console.change({knob: value})  # type: ignore[dict-item]
         self._seen = None
         self.refresh()
+
+    @Slot(str)
+    def _on_refused(self, why: str) -> None:
+        self._console.noticed.emit(Notice("warning", why))
 
     @Slot()
     def _on_undo(self) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from PySide6.QtCore import QEvent, QObject, Qt, Signal, Slot
 from PySide6.QtGui import QKeyEvent
-from PySide6.QtWidgets import QDoubleSpinBox, QFrame, QLabel, QPlainTextEdit, QScrollArea, QSpinBox, QWidget
+from PySide6.QtWidgets import QFrame, QLabel, QPlainTextEdit, QScrollArea, QWidget
 
-from app.console import Console
+from app.console import Console, Notice
 from app.i18n import tr, tr_engine
 from app.model.chat import Turn
 from app.units import count, percent, rate, seconds
 from app.widgets.basic import button, column, label, row, set_role, set_tip
 from app.widgets.empty_state import EmptyState
 from app.widgets.focus import set_enabled
+from app.widgets.number_field import FloatField, IntField
 
 
 class TurnView(QWidget):
@@ -116,7 +117,7 @@ class PlaygroundPanel(QWidget):
         self.field.setFixedHeight(54)
         self.field.setTabChangesFocus(True)
         self.field.installEventFilter(self)
-        self.temperature = QDoubleSpinBox()
+        self.temperature = FloatField()
         self.temperature.setRange(0.0, 2.0)
         self.temperature.setSingleStep(0.1)
         self.temperature.setDecimals(1)
@@ -124,13 +125,15 @@ class PlaygroundPanel(QWidget):
         self.temperature.setFixedWidth(62)
         self.temperature.setAccessibleName(tr("Temperature"))
         set_tip(self.temperature, tr("Temperature: 0 always takes the likeliest token."))
-        self.max_tokens = QSpinBox()
+        self.max_tokens = IntField()
         self.max_tokens.setRange(1, 8192)
         self.max_tokens.setValue(console.chat.max_tokens)
         self.max_tokens.setSuffix(tr(" tokens"))
         self.max_tokens.setFixedWidth(104)
         self.max_tokens.setAccessibleName(tr("Most tokens of a reply"))
         set_tip(self.max_tokens, tr("A reply ends after this many tokens."))
+        for field in (self.temperature, self.max_tokens):
+            field.refused.connect(self._on_refused)
         self.clear = button(tr("New chat"), self._on_clear, tip=tr("Begin a new conversation."))
         self.send = button(tr("Send"), self.on_send, "filled")
         bar = row(self.temperature, self.max_tokens, self.clear, None, self.send, spacing=6)
@@ -139,6 +142,10 @@ class PlaygroundPanel(QWidget):
         self.layout().setStretch(0, 1)  # type: ignore[union-attr]
         self.layout().setStretch(1, 1)  # type: ignore[union-attr]
         self.refresh()
+
+    @Slot(str, str)
+    def _on_refused(self, name: str, why: str) -> None:
+        self._console.noticed.emit(Notice("warning", tr("{name}: {why}").format(name=name, why=why)))
 
     def refresh(self) -> None:
         """Show what came since the last frame."""

@@ -35,6 +35,7 @@ from app.net.types import knob_text
 from app.units import count, pause, percent
 from app.widgets.basic import ElidedLabel, label, plain_tip, row, set_role, set_state
 from app.widgets.focus import set_enabled
+from app.widgets.number_field import FloatField, IntField
 from app.widgets.toggle import ToggleSwitch
 from ipc.messages import KnobInfo, KnobValue
 
@@ -60,24 +61,11 @@ EDITOR_WIDTH = 104
 INT_MAX = 2**31 - 1
 
 
-class _Wheelless:
-    """Mix-in: the wheel scrolls the panel and never changes a value by accident."""
+class _Choice(QComboBox):
+    """The list says why a choice cannot be had; there is no room for that where it is closed."""
 
     def wheelEvent(self, event: QWheelEvent) -> None:
-        event.ignore()
-
-
-class _Int(_Wheelless, QSpinBox):
-    pass
-
-
-class _Float(_Wheelless, QDoubleSpinBox):
-    def textFromValue(self, value: float) -> str:
-        return f"{value:g}"
-
-
-class _Choice(_Wheelless, QComboBox):
-    """The list says why a choice cannot be had; there is no room for that where it is closed."""
+        event.ignore()  # it scrolls the panel and never changes a value by accident
 
     def paintEvent(self, event: QPaintEvent) -> None:
         option = QStyleOptionComboBox()
@@ -89,9 +77,13 @@ class _Choice(_Wheelless, QComboBox):
 
 
 class KnobRow(QWidget):
-    """Shows a `KnobView` and emits `asked` with the knob's id and the value that a person chose."""
+    """Shows a `KnobView` and emits `asked` with the knob's id and the value that a person chose.
+
+    ``refused`` tells of one that cannot be had, in words; nothing is asked for then.
+    """
 
     asked = Signal(object, object)
+    refused = Signal(str)
 
     def __init__(self, info: KnobInfo) -> None:
         super().__init__()
@@ -100,6 +92,7 @@ class KnobRow(QWidget):
         self.setAccessibleName(self.title.text())
         self.status = ElidedLabel("", "small")
         self.status.setAlignment(Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter)
+        self._problem = ""  # why what was typed last was not taken
         self.editor = self._make_editor()
         self.editor.setAccessibleName(self.title.text())
         self._timer = QTimer(self)
@@ -128,7 +121,7 @@ class KnobRow(QWidget):
             return switch
         if info.type == "choice":
             return self._make_choice()
-        made: QSpinBox | QDoubleSpinBox = _Int() if info.type == "int" else _Float()
+        made: IntField | FloatField = IntField() if info.type == "int" else FloatField()
         low = info.minimum if info.minimum is not None else 0.0
         high = info.maximum if info.maximum is not None else float(INT_MAX)
         if isinstance(made, QSpinBox):
@@ -143,7 +136,7 @@ class KnobRow(QWidget):
             made.valueChanged.connect(self._on_edit)
         if info.unit and len(info.unit) <= 3:
             made.setSuffix(f" {info.unit}")
-        made.setKeyboardTracking(False)
+        made.refused.connect(self._on_refused)
         made.setFixedWidth(EDITOR_WIDTH)
         made.setAlignment(Qt.AlignmentFlag.AlignRight)
         return made
@@ -177,7 +170,16 @@ class KnobRow(QWidget):
 
     @Slot()
     def _on_edit(self) -> None:
+        if self._problem:
+            self._problem = ""
+            self._say("", "small")
         self._timer.start()
+
+    @Slot(str, str)
+    def _on_refused(self, _name: str, why: str) -> None:
+        self._problem = why
+        self._say(why, "alarm")
+        self.refused.emit(tr("{name}: {why}").format(name=self.title.text(), why=why))
 
     @Slot()
     def _commit(self) -> None:
@@ -185,6 +187,7 @@ class KnobRow(QWidget):
             self._ask(self.editor.value())
 
     def _ask(self, value: KnobValue) -> None:
+        self._problem = ""
         self.asked.emit(self.info.id, value)
 
     # --- focus --------------------------------------------------------------------------------------
@@ -250,8 +253,10 @@ class KnobRow(QWidget):
         settled = bool(became) and not pending and view.status is KnobStatus.APPLIED
         if settled:
             text, role = f"{tr_engine(AUTO)} → {became}", "small"
-        self.status.set_full_text(text)
-        set_role(self.status, role)
+        if self._problem and not pending:
+            self._say(self._problem, "alarm")
+            return
+        self._say(text, role)
         if text and view.reason:
             self.status.setToolTip(plain_tip(tr_engine(view.reason)))
         elif settled:
@@ -260,6 +265,10 @@ class KnobRow(QWidget):
         elif text and view.preempted:
             more = tr("{n} requests lost their place and went on by recompute.")
             self.status.setToolTip(plain_tip(f"{text}. {more.format(n=count(view.preempted))}"))
+
+    def _say(self, text: str, role: str) -> None:
+        self.status.set_full_text(text)
+        set_role(self.status, role)
 
     def _set_usable(self, usable: bool) -> None:
         """Let the editor be used or not. What was typed and not asked for yet is given up with its use."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from PySide6.QtCore import QSignalBlocker, Qt, Signal, Slot
-from PySide6.QtWidgets import QComboBox, QDoubleSpinBox, QFrame, QSpinBox
+from PySide6.QtWidgets import QComboBox, QFrame
 
 from app.i18n import N_, tr, tr_later
 from app.lab.load_run import LoadProgress
@@ -13,6 +13,7 @@ from app.lab.workload import PromptKind, WorkloadSpec
 from app.units import clock, rate, span
 from app.widgets.basic import ElidedLabel, button, label, row, set_role, set_tip
 from app.widgets.focus import set_enabled
+from app.widgets.number_field import FloatField, IntField
 
 MIXES: dict[str, tuple[str, dict[PromptKind, float]]] = {
     "chat": (N_("Chat"), {"chat": 1.0}),
@@ -30,11 +31,15 @@ DURATIONS_S = (30, 60, 120, 300, 600, 3600)
 
 
 class LoadBar(QFrame):
-    """Emits `started` with a `WorkloadSpec`, `stopped`, `cancelled`; `show_progress` tells it how it goes."""
+    """Emits `started` with a `WorkloadSpec`, `stopped`, `cancelled`; `show_progress` tells it how it goes.
+
+    ``refused`` tells of a number that cannot be had, in words.
+    """
 
     started = Signal(object)
     stopped = Signal()
     cancelled = Signal()
+    refused = Signal(str)
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +56,7 @@ class LoadBar(QFrame):
                 "Concurrency keeps a number of requests in flight (closed loop)."
             ),
         )
-        self.rate = QDoubleSpinBox()
+        self.rate = FloatField()
         self.rate.setRange(0.05, 1000.0)
         self.rate.setDecimals(2)
         self.rate.setSuffix(" req/s")
@@ -59,7 +64,7 @@ class LoadBar(QFrame):
         self.rate.setFixedWidth(112)
         self.rate.setAccessibleName(tr("Rate"))
         set_tip(self.rate, tr("Requests per second that are meant to be sent."))
-        self.concurrency = QSpinBox()
+        self.concurrency = IntField()
         self.concurrency.setRange(1, 1024)
         self.concurrency.setValue(8)
         self.concurrency.setFixedWidth(112)
@@ -70,6 +75,8 @@ class LoadBar(QFrame):
         self.duration.setCurrentIndex(1)
         self.button = button(tr("Start load"), self.toggle, "filled")
         self.progress = ElidedLabel("", "dim")
+        for field in (self.rate, self.concurrency):
+            field.refused.connect(self._on_refused)
         line = row(
             label(tr("Demo load"), "title"), 2, self.mix, self.arrival, self.rate, self.concurrency,
             self.duration, 2, self.button, 6, self.progress, margins=(12, 5, 12, 5), spacing=6,
@@ -79,6 +86,10 @@ class LoadBar(QFrame):
         self.arrival.currentIndexChanged.connect(self._show_fields)
         self._show_fields()
 
+    @Slot(str, str)
+    def _on_refused(self, name: str, why: str) -> None:
+        self.refused.emit(tr("{name}: {why}").format(name=name, why=why))
+
     @Slot()
     def _show_fields(self) -> None:
         closed = self.arrival.currentData() == "concurrency"
@@ -86,7 +97,9 @@ class LoadBar(QFrame):
         self.concurrency.setVisible(closed)
 
     def spec(self) -> WorkloadSpec:
-        """The load as it is set now."""
+        """The load as it is set now, with what was typed and not left yet."""
+        for field in (self.rate, self.concurrency):
+            field.interpretText()
         mix = str(self.mix.currentData())
         return WorkloadSpec(
             name=mix,

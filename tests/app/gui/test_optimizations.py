@@ -12,6 +12,7 @@ from pytestqt.qtbot import QtBot
 from app import i18n
 from app.main_window import MainWindow
 from app.panels.optimizations import group_title
+from app.widgets.knob_row import COMMIT_MS
 from app.widgets.toggle import ToggleSwitch
 from ipc.messages import ApplyEvent, Cfg, CfgSet, Error
 from tests.app import builders as b
@@ -256,3 +257,62 @@ def test_the_group_of_measuring_has_a_name_in_both_languages() -> None:
     for language, title in (("en", "Measuring"), ("zh_CN", "测量")):
         i18n.use(language)
         assert group_title("measuring") == title
+
+
+REFUSED = [
+    ("max_num_seqs", "99999", "64", "99999 is not within 1 to 1,024"),
+    ("max_num_seqs", "0", "64", "0 is not within 1 to 1,024"),
+    ("max_num_seqs", "-3", "64", "-3 is not within 1 to 1,024"),
+    ("max_num_seqs", "1.5", "64", "1.5 is not a whole number"),
+    ("priority_ageing_s", "99999", "2 s", "99999 is not within 0.001 to 3,600"),
+    ("priority_ageing_s", "0.0004", "2 s", "0.0004 is not within 0.001 to 3,600"),
+    ("priority_ageing_s", "1.0005", "2 s", "1.0005 has more than 3 decimals"),
+]
+
+
+@pytest.mark.parametrize(("knob", "typed", "kept", "why"), REFUSED)
+@pytest.mark.parametrize("leave", [Qt.Key.Key_Return, Qt.Key.Key_Tab])
+def test_a_number_that_cannot_be_had_is_refused_whole(
+    window: MainWindow,
+    link: FeedLink,
+    qtbot: QtBot,
+    knob: str,
+    typed: str,
+    kept: str,
+    why: str,
+    leave: Qt.Key,
+) -> None:  # fmt: skip
+    """It becomes no other number: nothing is asked for, the range is said, the old value stays."""
+    link.ready()
+    beat(window)
+    row = window.optimizations.rows[knob]
+    row.editor.setFocus()
+    row.editor.selectAll()
+    qtbot.keyClicks(row.editor, typed)
+    qtbot.keyClick(row.editor, leave)
+    beat(window, 2)
+    assert row.editor.text() == kept
+    assert row.status.full_text == why
+    assert window.toasts.toasts[-1].text == f"{row.title.text()}: {why}"
+    qtbot.wait(COMMIT_MS + 50)
+    assert not [command for command in link.sent if isinstance(command, CfgSet)]
+    row.editor.setFocus()
+    qtbot.keyClick(row.editor, Qt.Key.Key_Up)
+    beat(window, 2)
+    assert row.status.full_text != why
+
+
+def test_a_load_is_not_started_with_another_number_than_was_typed(
+    window: MainWindow, link: FeedLink, qtbot: QtBot
+) -> None:
+    link.ready()
+    beat(window)
+    bar = window.load_bar
+    bar.set_values({"arrival": "poisson", "rate": 2.0})
+    for typed, rate, told in (("5", 5.0, 0), ("99999", 5.0, 1)):
+        bar.rate.setFocus()
+        bar.rate.selectAll()
+        qtbot.keyClicks(bar.rate, typed)
+        assert bar.spec().rate_rps == rate
+        assert len(window.toasts.toasts) == told
+    assert window.toasts.toasts[-1].text == "Rate: 99999 is not within 0.05 to 1,000"
