@@ -6,19 +6,23 @@ what is new on each frame of the clock. It knows no widget. Window and language 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from PySide6.QtCore import QObject, Signal
 
 from app.errors import ErrorHub
-from app.i18n import knob_title, tr, tr_engine
+from app.i18n import N_, knob_title, tr, tr_engine, tr_later
 from app.jobs import Jobs
+from app.journal import Journal
 from app.knob_text import value_text
 from app.lab.load_run import LoadError, LoadProgress, LoadRun
 from app.lab.workload import WorkloadError, WorkloadSpec
+from app.load_names import load_text
 from app.model.chat import ChatModel
 from app.model.costs import first_awq_search
 from app.model.knobs import KnobModel, KnobStatus, Patch
@@ -29,6 +33,7 @@ from app.settings import Settings
 from app.store.collect import from_live, from_load
 from app.store.records import BaselineData, BaselineSummary, Comparison
 from app.store.store import ExportFormat, Store
+from app.units import pause
 from ipc.messages import CANCELLED, ApplyEvent, Cancel, CfgCancel, Error, KnobValue, Reply
 
 AFTER_CHANGE_S = 1e-3  # so that the change itself is not in the window that begins with it
@@ -60,7 +65,8 @@ class Console(QObject):
         self.settings = settings
         self.errors = errors or ErrorHub()
         self.session = SessionModel()
-        self.knobs = KnobModel(link.send)
+        self.journal = Journal()
+        self.knobs = KnobModel(link.send, on_asked=self._note_asked)
         self.load_run = LoadRun()
         self.load_progress = LoadProgress()
         self.chat = ChatModel(self.link.send)
@@ -85,35 +91,70 @@ class Console(QObject):
         batch = self.link.drain()
         self.session.ingest(batch)
         self.knobs.ingest(batch)
+        self.journal.take_lines(batch.logs)
+        self.journal.take_link(batch.link)
         for event in batch.events:
-            self._tell_rolled_back(event)
+            self._tell_applied(event)
         self._tell_refusals()
         if self.load_run.running or self._load_was_running:
             self.load_progress = self.load_run.poll()
             self._tell_load_end()
         self.jobs.poll()
         for record in self.errors.take():
-            self.noticed.emit(Notice("error", record.summary, record.detail))
+            self.tell("error", partial(str, record.summary), record.detail)
 
-    def _tell_rolled_back(self, event: ApplyEvent) -> None:
-        if event.result == "rolled_back":
-            names = self.patch_text(event.patch)
-            if event.why == CANCELLED:
-                text = tr("{names} was cancelled; the configuration is as it was before.")
-                self.noticed.emit(Notice("info", text.format(names=names)))
-                return
-            text = tr("{names} was rolled back: {why}").format(names=names, why=tr_engine(event.why))
-            self.noticed.emit(Notice("warning", text))
+    def tell(self, level: str, say: Callable[[], str], detail: str = "") -> None:
+        """Tell the person something now and keep it in the log. ``say`` words it in the language in use."""
+        self.journal.note(level, lambda: f"{say()}\n{detail}".strip())
+        self.noticed.emit(Notice(level, say(), detail))
 
-    def patch_text(self, patch: Mapping[str, KnobValue]) -> str:
-        """A change for a person: ``Prefix cache: off``."""
-        titles = {view.info.id: view.info.title for view in self.knobs.views()}
-        return ", ".join(
-            tr("{name}: {value}").format(
-                name=knob_title(knob, titles.get(knob, knob)), value=value_text(value)
-            )
-            for knob, value in patch.items()
+    def _note_asked(self, patch: Patch, before: Patch) -> None:
+        self.journal.note(
+            "info", lambda: tr("Asked for {change}.").format(change=self.patch_text(patch, before))
         )
+
+    def _tell_applied(self, event: ApplyEvent) -> None:
+        """Keep how a change ended, whoever asked for it, and say so where it is not as it was asked for."""
+        patch, before = dict(event.patch), self.session.config_at(event.from_rev)
+        ago_s = self.session.now_s - (event.t_ns - self.session.link.clock_offset_ns) * 1e-9
+        when = round((time.time() - max(0.0, ago_s)) * 1000)
+
+        def applied() -> str:
+            took = pause(event.took_us * 1e-6)
+            text = tr("Applied {change} in {time}.").format(change=self.patch_text(patch, before), time=took)
+            if event.preempted:
+                more = tr("{n} requests lost their place and went on by recompute.")
+                text = f"{text} {more.format(n=event.preempted)}"
+            return text
+
+        def cancelled() -> str:
+            text = tr("{names} was cancelled; the configuration is as it was before.")
+            return text.format(names=self.patch_text(patch))
+
+        def rolled_back() -> str:
+            names = self.patch_text(patch)
+            return tr("{names} was rolled back: {why}").format(names=names, why=tr_engine(event.why))
+
+        if event.result == "ok":
+            self.journal.note("info", applied, when)
+        elif event.why == CANCELLED:
+            self.tell("info", cancelled)
+        else:
+            self.tell("warning", rolled_back)
+
+    def patch_text(
+        self, patch: Mapping[str, KnobValue], before: Mapping[str, KnobValue] | None = None
+    ) -> str:
+        """A change for a person: ``Prefix cache: off``, or with what was ``before``: ``…: on → off``."""
+        titles = {view.info.id: view.info.title for view in self.knobs.views()}
+        parts = []
+        for knob, value in patch.items():
+            text = value_text(value)
+            if before is not None and knob in before:
+                text = f"{value_text(before[knob])} → {text}"
+            name = knob_title(knob, titles.get(knob, knob))
+            parts.append(tr("{name}: {value}").format(name=name, value=text))
+        return ", ".join(parts)
 
     def change(self, patch: Patch) -> None:
         """Ask for a change of knobs, or let one that takes minutes be confirmed first."""
@@ -138,24 +179,33 @@ class Console(QObject):
         refused = {v.info.id: v.reason for v in self.knobs.views() if v.status is KnobStatus.REFUSED}
         for knob, reason in refused.items():
             if self._refusals.get(knob) != reason:
-                title = knob_title(knob, self.knobs.view(knob).info.title)
-                text = tr("{name} was not changed: {why}").format(name=title, why=tr_engine(reason))
-                self.noticed.emit(Notice("warning", text))
+                self.tell("warning", partial(self._refusal_text, knob, reason))
         self._refusals = refused
+
+    def _refusal_text(self, knob: str, reason: str) -> str:
+        known = [view.info.title for view in self.knobs.views() if view.info.id == knob]
+        title = knob_title(knob, known[0] if known else knob)
+        return tr("{name} was not changed: {why}").format(name=title, why=tr_engine(reason))
 
     def _tell_load_end(self) -> None:
         running = self.load_run.running
         if self._load_was_running and not running:
             progress = self.load_progress
-            if progress.phase == "failed":
-                self.noticed.emit(Notice("error", tr("The load failed: {why}").format(why=progress.message)))
-            elif not progress.valid:
-                why = "; ".join(progress.invalid_reasons)
-                self.noticed.emit(Notice("warning", tr("This load run is doubtful: {why}").format(why=why)))
-            else:
+            why = progress.message if progress.phase == "failed" else "; ".join(progress.invalid_reasons)
+
+            def ended() -> str:
                 text = tr("The load has ended: {done} requests done, {failed} failed.")
-                text = text.format(done=progress.done, failed=progress.failed)
-                self.noticed.emit(Notice("info", text))
+                return text.format(done=progress.done, failed=progress.failed)
+
+            if progress.phase == "failed":
+                self.tell("error", lambda: tr("The load failed: {why}").format(why=tr_engine(why)))
+            elif progress.valid:
+                self.tell("info", ended)
+            else:
+                self.journal.note("info", ended)
+                self.tell(
+                    "warning", lambda: tr("This load run is doubtful: {why}").format(why=tr_engine(why))
+                )
         self._load_was_running = running
 
     # --- the engine ---------------------------------------------------------------------------------
@@ -192,8 +242,8 @@ class Console(QObject):
         ``switch_on``: draft with it from the start.
         """
         if self.launch_spec is None or not self.session.link.can_restart:
-            text = tr("The engine was started elsewhere, so its draft model can only be chosen there.")
-            self.noticed.emit(Notice("warning", text))
+            why = N_("The engine was started elsewhere, so its draft model can only be chosen there.")
+            self.tell("warning", lambda: tr_later(why))
             return
         self.stop_load(drain=False)
         self.launch_spec = replace(self.launch_spec, draft_model=path)
@@ -224,15 +274,17 @@ class Console(QObject):
 
     def _tell_error(self, reply: Reply) -> None:
         if isinstance(reply, Error):
-            self.noticed.emit(Notice("warning", reply.message))
+            why = reply.message
+            self.tell("warning", lambda: tr_engine(why))
 
     def start_load(self, spec: WorkloadSpec) -> None:
         """Start a load against the present engine; a notice says why where that fails."""
         try:
             self.load_run.start(spec, self.session.link.endpoint)
         except (LoadError, WorkloadError) as error:
-            self.noticed.emit(Notice("error", str(error)))
+            self.tell("error", partial(tr_engine, str(error)))
             return
+        self.journal.note("info", lambda: tr("Load started: {load}").format(load=load_text(spec)))
         self._load_was_running = True
         self.load_progress = self.load_run.poll()
 
@@ -240,6 +292,8 @@ class Console(QObject):
         """End the load, if one runs."""
         if self.load_run.running:
             self.load_run.stop(drain)
+            how = N_("The load was told to send nothing more.") if drain else N_("The load was cancelled.")
+            self.journal.note("info", lambda: tr_later(how))
 
     # --- baselines ----------------------------------------------------------------------------------
 
@@ -261,13 +315,13 @@ class Console(QObject):
 
         def done(result: Any) -> None:
             for text in told:
-                self.noticed.emit(Notice("warning", text))
+                self.tell("warning", partial(tr_engine, text))
             if on_done is not None:
                 on_done(result)
 
         def failed(error: Exception) -> None:
             for text in (*told, str(error)):
-                self.noticed.emit(Notice("error", text))
+                self.tell("error", partial(tr_engine, text))
 
         self.jobs.submit(title, job, done, failed)
 
@@ -296,7 +350,7 @@ class Console(QObject):
         """Write a baseline; ``on_saved`` gets its id."""
 
         def saved(found: str) -> None:
-            self.noticed.emit(Notice("info", tr("Saved baseline “{name}”.").format(name=data.name)))
+            self.tell("info", lambda: tr("Saved baseline “{name}”.").format(name=data.name))
             self.reload_baselines()
             if on_saved is not None:
                 on_saved(found)
@@ -316,7 +370,7 @@ class Console(QObject):
         """Write one baseline to ``out``."""
 
         def written(path: Path) -> None:
-            self.noticed.emit(Notice("info", tr("Wrote {path}").format(path=path)))
+            self.tell("info", lambda: tr("Wrote {path}").format(path=path))
 
         self.with_store(tr("Exporting"), lambda store: store.export(baseline_id, form, out), written)
 
@@ -324,9 +378,8 @@ class Console(QObject):
         """Read a bundle that was exported before."""
 
         def read(result: Any) -> None:
-            text = tr("Imported {added}; {there} were already there.")
-            text = text.format(added=len(result.added), there=len(result.already_there))
-            self.noticed.emit(Notice("info", text))
+            counts = {"added": len(result.added), "there": len(result.already_there)}
+            self.tell("info", lambda: tr("Imported {added}; {there} were already there.").format(**counts))
             self.reload_baselines()
 
         self.with_store(tr("Importing"), lambda store: store.import_(path), read)
@@ -337,11 +390,14 @@ class Console(QObject):
         def ask(baseline: Any) -> None:
             asked = self.knobs.difference(baseline.data.config)
             self.change(asked)
-            text = tr("Nothing to restore: the engine already runs with this configuration.")
-            if asked:
+
+            def said() -> str:
+                if not asked:
+                    return tr("Nothing to restore: the engine already runs with this configuration.")
                 text = tr("Restoring “{name}”; settings that change: {n}.")
-                text = text.format(n=len(asked), name=baseline.data.name)
-            self.noticed.emit(Notice("info", text))
+                return text.format(n=len(asked), name=baseline.data.name)
+
+            self.tell("info", said)
 
         self.with_store(tr("Reading a baseline"), lambda store: store.get(baseline_id), ask)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from PySide6.QtCore import Qt, Signal, Slot
 from PySide6.QtGui import QAction
@@ -16,7 +17,7 @@ from app.dialogs.help import about_dialog, metrics_dialog, shortcuts_dialog
 from app.dialogs.prompt import attach_dialog
 from app.dialogs.save_baseline import SaveBaselineDialog
 from app.dialogs.search_codes import SearchCodesDialog
-from app.i18n import tr
+from app.i18n import tr, tr_engine
 from app.panels.baselines import BaselinesPanel
 from app.panels.charts import LatencyChart
 from app.panels.requests import RequestsPanel
@@ -79,7 +80,7 @@ class WindowActions(QMainWindow):
         try:
             data = self.console.baseline_data(name, note, source, None if span is None else float(span))
         except Exception as error:  # whatever keeps it from being saved is told, the window goes on
-            self.on_notice(Notice("error", str(error)))
+            self.console.tell("error", partial(tr_engine, str(error)))
             return
         self.console.save_baseline(data)
         self.show_panel("baselines")

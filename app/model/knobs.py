@@ -97,12 +97,19 @@ class _History:
 class KnobModel:
     """All methods belong to one thread, the one that drains the link."""
 
-    def __init__(self, send: Send, on_change: Callable[[], None] | None = None) -> None:
-        """``send`` is `EngineLink.send`; ``on_change`` is told of everything a view could show."""
+    def __init__(
+        self, send: Send, on_change: Callable[[], None] | None = None,
+        on_asked: Callable[[Patch, Patch], None] | None = None,
+    ) -> None:  # fmt: skip
+        """``send`` is `EngineLink.send`; ``on_change`` is told of everything a view could show.
+
+        ``on_asked`` is told of each change that is asked for, and of the values that its knobs had.
+        """
         self.rev: int | None = None  # the engine's configuration revision
         self.version = 0  # grows with every change a view could show
         self._send = send
         self._on_change = on_change
+        self._on_asked = on_asked
         self._infos: dict[str, KnobInfo] = {}
         self._applied: Patch = {}
         self._outcomes: dict[str, _Outcome] = {}
@@ -200,6 +207,8 @@ class KnobModel:
     def _ask(self, patch: Patch, origin: Origin) -> None:
         seen = {knob: self._applied.get(knob) for knob in patch}
         self._queue.append(_Change(dict(patch), seen, origin))
+        if self._on_asked is not None:
+            self._on_asked(dict(patch), seen)
         for knob in patch:
             self._outcomes.pop(knob, None)
         self._changed()

@@ -1,22 +1,111 @@
-"""The log: what the engine says, filtered by level and text."""
+"""The log: what the engine says and what happened to it, by time, filtered by level and text."""
 
 from __future__ import annotations
 
-import time
-
-from PySide6.QtCore import Signal, Slot
-from PySide6.QtGui import QKeySequence, QShortcut
-from PySide6.QtWidgets import QAbstractItemView, QApplication, QComboBox, QLineEdit, QListView, QWidget
+from PySide6.QtCore import QEvent, QModelIndex, QPersistentModelIndex, QRect, QRectF, QSize, Qt, Signal, Slot
+from PySide6.QtGui import (
+    QColor,
+    QFontMetrics,
+    QHelpEvent,
+    QKeySequence,
+    QPainter,
+    QPalette,
+    QResizeEvent,
+    QShortcut,
+    QTextLayout,
+    QTextOption,
+)
+from PySide6.QtWidgets import (
+    QAbstractItemView,
+    QApplication,
+    QComboBox,
+    QLineEdit,
+    QListView,
+    QStyle,
+    QStyledItemDelegate,
+    QStyleOptionViewItem,
+    QToolTip,
+    QWidget,
+)
 
 from app import theme
-from app.console import Console, Notice
+from app.console import Console
 from app.i18n import N_, tr, tr_later
-from app.model.log_table import LogFilter, LogModel
+from app.model.log_table import LEVEL_ROLE, WHOLE_ROLE, LogFilter
 from app.units import count
-from app.widgets.basic import button, column, row
-from ipc.messages import LogLine
+from app.widgets.basic import button, column, plain_tip, row
 
 LEVEL_NAMES = {"debug": N_("All"), "info": N_("Info"), "warning": N_("Warnings"), "error": N_("Errors")}
+PAD_X, PAD_Y = 8, 2
+_KEPT_HEIGHTS = 8000
+AnyIndex = QModelIndex | QPersistentModelIndex
+
+
+class WrappedLines(QStyledItemDelegate):
+    """Lines as long as the list is wide and as high as they need; the tooltip has the line breaks."""
+
+    def __init__(self, view: QListView) -> None:
+        super().__init__(view)
+        self._view = view
+        self._heights: dict[tuple[str, int], int] = {}
+        self._option = QTextOption()
+        self._option.setWrapMode(QTextOption.WrapMode.WrapAtWordBoundaryOrAnywhere)
+
+    def sizeHint(self, option: QStyleOptionViewItem, index: AnyIndex) -> QSize:
+        width = max(40, self._view.viewport().width() - 2 * PAD_X)
+        return QSize(width, self._height(str(index.data()), width) + 2 * PAD_Y)
+
+    def _height(self, text: str, width: int) -> int:
+        metrics = self._view.fontMetrics()
+        if text.isascii() and metrics.horizontalAdvance("m") * len(text) < width:
+            return metrics.height()  # what most lines are, and quickly known with a font of one width
+        found = self._heights.get((text, width))
+        if found is None:
+            if len(self._heights) >= _KEPT_HEIGHTS:
+                self._heights.clear()
+            found = self._heights[text, width] = self._measure(text, width, metrics)
+        return found
+
+    def _measure(self, text: str, width: int, metrics: QFontMetrics) -> int:
+        layout = QTextLayout(text, self._view.font())
+        layout.setTextOption(self._option)
+        layout.beginLayout()
+        lines = 0
+        while (line := layout.createLine()).isValid():
+            line.setLineWidth(width)
+            lines += 1
+        layout.endLayout()
+        return lines * metrics.lineSpacing() + metrics.height() - metrics.lineSpacing()
+
+    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: AnyIndex) -> None:
+        widget, rect = self._view, QRect(option.rect)
+        widget.style().drawPrimitive(QStyle.PrimitiveElement.PE_PanelItemViewItem, option, painter, widget)
+        t = theme.tokens()
+        colours = {"warning": t.warning_text, "error": t.alarm_text, "debug": t.dim}
+        colour = QColor(colours.get(str(index.data(LEVEL_ROLE)), t.text))
+        if option.state & QStyle.StateFlag.State_Selected:
+            colour = widget.palette().color(QPalette.ColorRole.HighlightedText)
+        painter.setFont(widget.font())
+        painter.setPen(colour)
+        box = QRectF(rect.adjusted(PAD_X, PAD_Y, -PAD_X, 0))
+        painter.drawText(box, str(index.data()), self._option)
+
+    def helpEvent(
+        self, event: QHelpEvent, view: QAbstractItemView, option: QStyleOptionViewItem, index: AnyIndex
+    ) -> bool:
+        if event.type() != QEvent.Type.ToolTip or not index.isValid():
+            return False
+        QToolTip.showText(event.globalPos(), plain_tip(str(index.data(WHOLE_ROLE))), view)
+        return True
+
+
+class LogView(QListView):
+    """Lays its lines out anew when its width changes."""
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        if event.size().width() != event.oldSize().width():
+            self.scheduleDelayedItemsLayout()
 
 
 class LogPanel(QWidget):
@@ -26,17 +115,19 @@ class LogPanel(QWidget):
 
     def __init__(self, console: Console) -> None:
         super().__init__()
-        self._console = console
-        self._seen = 0
-        self._own: list[LogLine] = []
-        self.model = LogModel()
+        self.model = console.journal.model
+        self._seen = -1
+        self._following = True
         self.filter = LogFilter(self.model)
-        self.view = QListView()
+        self.view = LogView()
         self.view.setModel(self.filter)
         self.view.setFont(theme.fixed_font())
-        self.view.setUniformItemSizes(True)
+        self.view.setItemDelegate(WrappedLines(self.view))
+        self.view.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.view.setVerticalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
         self.view.setAccessibleName(tr("Log"))
         self.view.setSelectionMode(QAbstractItemView.SelectionMode.ExtendedSelection)
+        self.view.verticalScrollBar().valueChanged.connect(self._on_scrolled)
         self.level = QComboBox()
         self.level.setAccessibleName(tr("Least level"))
         for key, name in LEVEL_NAMES.items():
@@ -53,30 +144,19 @@ class LogPanel(QWidget):
         bar = row(self.level, self.text, copy, clear, margins=(10, 4, 10, 4), spacing=6)
         self.setLayout(column(bar, self.view, spacing=0))
         QShortcut(QKeySequence.StandardKey.Copy, self.view, self.copy)
-        console.noticed.connect(self._on_notice)
 
     def refresh(self) -> None:
-        """Take in new lines."""
-        session = self._console.session
-        new = min(session.log_total - self._seen, len(session.logs))
-        self._seen = session.log_total
-        lines = list(session.logs)[len(session.logs) - new :] if new > 0 else []
-        lines += self._own
-        self._own = []
-        if lines:
-            bar = self.view.verticalScrollBar()
-            following = bar.value() >= bar.maximum() - 4
-            self.model.append(lines)
-            if following:
-                self.view.scrollToBottom()
-            self.summary_changed.emit(tr("{n} lines").format(n=count(self.model.rowCount())))
+        """Follow what is new."""
+        if self.model.version == self._seen:
+            return
+        self._seen = self.model.version
+        if self._following:
+            self.view.scrollToBottom()
+        self.summary_changed.emit(tr("{n} lines").format(n=count(self.model.rowCount())))
 
-    @Slot(object)
-    def _on_notice(self, notice: Notice) -> None:
-        text = f"{notice.text}\n{notice.detail}".strip()
-        level = notice.level if notice.level in ("info", "warning", "error") else "info"
-        stamp = int(time.time() * 1000)
-        self._own.append(LogLine(n=0, level=level, unix_ms=stamp, source="console", message=text[:4096]))  # type: ignore[arg-type]
+    @Slot(int)
+    def _on_scrolled(self, value: int) -> None:
+        self._following = value >= self.view.verticalScrollBar().maximum() - 4
 
     @Slot()
     def _on_level(self) -> None:

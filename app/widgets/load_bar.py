@@ -9,24 +9,13 @@ from PySide6.QtWidgets import QComboBox, QFrame
 
 from app.i18n import N_, tr, tr_later
 from app.lab.load_run import LoadProgress
-from app.lab.workload import PromptKind, WorkloadSpec
+from app.lab.workload import WorkloadSpec
+from app.load_names import ARRIVALS, MIXES
 from app.units import clock, rate, span
 from app.widgets.basic import ElidedLabel, button, label, row, set_role, set_tip
 from app.widgets.focus import set_enabled
 from app.widgets.number_field import FloatField, IntField
 
-MIXES: dict[str, tuple[str, dict[PromptKind, float]]] = {
-    "chat": (N_("Chat"), {"chat": 1.0}),
-    "shared": (N_("Shared prefix"), {"shared_prefix": 1.0}),
-    "long": (N_("Long context"), {"long_context": 1.0}),
-    "code": (N_("Code"), {"code": 1.0}),
-    "mixed": (N_("Mixed"), {"chat": 2.0, "shared_prefix": 2.0, "long_context": 0.5, "code": 1.0}),
-}
-ARRIVALS = {
-    "poisson": N_("Poisson"),
-    "constant": N_("Constant"),
-    "concurrency": N_("Concurrency"),
-}
 DURATIONS_S = (30, 60, 120, 300, 600, 3600)
 
 

@@ -12,7 +12,7 @@ from pytestqt.qtbot import QtBot
 from app.dialogs.compare import CompareDialog, metric_name
 from app.dialogs.save_baseline import SaveBaselineDialog
 from app.main_window import MainWindow
-from app.model.log_table import DEPTH, LogFilter, LogModel
+from app.model.log_table import DEPTH, LogEntry, LogFilter, LogModel
 from app.model.request_table import COLUMNS
 from app.net.types import LinkState, LinkStatus
 from app.panels.baselines import safe_name
@@ -188,9 +188,11 @@ def test_requests_are_filtered(window: MainWindow, link: FeedLink) -> None:
     assert window.requests.proxy.rowCount() == 1
 
 
-def lines(n: int, level: str = "info", start: int = 0) -> list[LogLine]:
+def lines(n: int, level: str = "info", start: int = 0) -> list[LogEntry]:
     return [
-        LogLine(n=start + i, level=level, unix_ms=i, source="engine", message=f"line {start + i}")
+        LogEntry.of_line(
+            LogLine(n=start + i, level=level, unix_ms=start + i, source="engine", message=f"line {start + i}")
+        )
         for i in range(n)
     ]
 

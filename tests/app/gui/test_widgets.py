@@ -14,11 +14,12 @@ from pytestqt.qtbot import QtBot
 from app import theme
 from app.lab.load_run import LoadProgress
 from app.lab.workload import WorkloadSpec
+from app.load_names import MIXES
 from app.units import Quantity
 from app.widgets.block_map import MIN_CELL, BlockMap, cell_size
 from app.widgets.command_palette import CommandPalette, score
 from app.widgets.kpi_tile import KpiTile
-from app.widgets.load_bar import MIXES, LoadBar
+from app.widgets.load_bar import LoadBar
 from app.widgets.toast import MAX_TOASTS, ToastStack
 from app.widgets.toggle import ToggleSwitch
 

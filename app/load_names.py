@@ -1,0 +1,32 @@
+"""The loads that the window offers, and their names for a person. No widgets."""
+
+from __future__ import annotations
+
+from app.i18n import N_, tr, tr_later
+from app.lab.workload import PromptKind, WorkloadSpec
+from app.units import rate, span
+
+MIXES: dict[str, tuple[str, dict[PromptKind, float]]] = {
+    "chat": (N_("Chat"), {"chat": 1.0}),
+    "shared": (N_("Shared prefix"), {"shared_prefix": 1.0}),
+    "long": (N_("Long context"), {"long_context": 1.0}),
+    "code": (N_("Code"), {"code": 1.0}),
+    "mixed": (N_("Mixed"), {"chat": 2.0, "shared_prefix": 2.0, "long_context": 0.5, "code": 1.0}),
+}
+ARRIVALS = {
+    "poisson": N_("Poisson"),
+    "constant": N_("Constant"),
+    "concurrency": N_("Concurrency"),
+}
+
+
+def load_text(spec: WorkloadSpec) -> str:
+    """A load in a few words: ``Chat · Poisson 2.00 req/s · 1 min``."""
+    pace = str(spec.concurrency) if spec.arrival == "concurrency" else str(rate(spec.rate_rps, "req/s"))
+    parts = [tr_later(MIXES[spec.name][0]) if spec.name in MIXES else spec.name]
+    parts.append(f"{tr_later(ARRIVALS[spec.arrival])} {pace}")
+    if spec.num_requests is not None:
+        parts.append(tr("{n} requests").format(n=spec.num_requests))
+    if spec.duration_s is not None:
+        parts.append(span(spec.duration_s))
+    return " · ".join(parts)
