@@ -43,6 +43,11 @@ from app.model.steps import STEP_COLUMNS, StepWindow, step_values
 from app.model.timeline import TIMELINE_COLUMNS, Now, Timeline, kv_shares, sample
 from app.net.types import Batch, BlockView, LinkState, LinkStatus
 from ipc.messages import (
+    BLOCK_CACHED,
+    BLOCK_FREE,
+    BLOCK_RESERVED,
+    BLOCK_SHARED,
+    BLOCK_USED,
     ApplyEvent,
     Cfg,
     DeviceInfo,
@@ -111,6 +116,7 @@ class SessionModel:
         self._steps = Ring(STEP_COLUMNS, 131_072)
         self._timeline = Timeline(history_s)
         self._last_step: int | None = None
+        self._steps_before = 0  # steps of the engines before the present one
         self._last_end_s = 0.0
         self._holes = Holes()
         self._session_starts: deque[float] = deque(maxlen=100)
@@ -167,13 +173,16 @@ class SessionModel:
             while len(self._configs) > _KEPT_CONFIGS:
                 del self._configs[next(iter(self._configs))]
         self.gaps.extend(self._holes.close(self.now_s))
-        now = Now(self.now_s, self._book, self.state, self.heartbeat, self.link.state)
+        idle = None if self._stepped else self._pool()
+        now = Now(self.now_s, self._book, self.state, self.heartbeat, self.link.state, self._stepped, idle)
         self._timeline.draw(now)
 
     def _new_engine(self, now_s: float) -> None:
         self._book.new_engine()
         self._seats.engine_ended()
         self._last_step = None
+        self._steps_before = self._steps.total
+        self.attention, self.attention_rev, self.kernels = "", -1, ""
         self._holes.clear()
         self._kernels = KernelBook()
         self._configs.clear()
@@ -326,17 +335,33 @@ class SessionModel:
         steps = StepWindow(self._steps, self.now_s - 1.0)
         if self.state.phase == "applying":  # nothing runs until it is done
             return Figure(0.0 if name == "running" else float(self.state.running + self.state.waiting))
-        if steps.n:
+        if steps.n and self._stepped:
             return Figure(steps.last(name))
         return Figure(float(self.state.running if name == "running" else self.state.waiting))
 
+    @property
+    def _stepped(self) -> bool:
+        """Whether the present engine has run a step: what the newest one says is true of this engine."""
+        return self._steps.total > self._steps_before
+
+    def _pool(self) -> tuple[float, float, float, float] | None:
+        """Used, cached and free blocks of the present engine and the tokens in used ones, as far as known."""
+        if self._stepped:
+            columns = ("used_blk", "cached_blk", "free_blk", "used_tok")
+            used, cached, free, tokens = (float(self._steps.column(c, 1)[0]) for c in columns)
+            return used, cached, free, tokens
+        if self.blocks is None:
+            return None
+        state, fill = (part[: self.blocks.num_pool] for part in (self.blocks.state, self.blocks.fill))
+        live = np.isin(state, (BLOCK_USED, BLOCK_SHARED, BLOCK_RESERVED))
+        cached, free = (float(np.count_nonzero(state == kind)) for kind in (BLOCK_CACHED, BLOCK_FREE))
+        return float(np.count_nonzero(live)), cached, free, float(fill[live].sum())
+
     def _kv_figure(self, name: str) -> Figure:
-        if self.state is None or not self._steps.total:
+        pool = self._pool()
+        if self.state is None or pool is None:
             return Figure(None, why_none="no engine" if self.state is None else NO_TRAFFIC)
-        used, cached, free, tokens = (
-            float(self._steps.column(c, 1)[0]) for c in ("used_blk", "cached_blk", "free_blk", "used_tok")
-        )
-        value = kv_shares(used, cached, free, tokens, self.state.block_size)[name]
+        value = kv_shares(*pool, self.state.block_size)[name]
         return Figure(value, why_none="" if value is not None else "no block is used")
 
     def stages(self) -> StageTimes:

@@ -66,6 +66,8 @@ class Now:
     state: EngineState | None
     heartbeat: Heartbeat | None
     link_state: LinkState
+    stepped: bool = True  # the present engine has run a step
+    pool: tuple[float, float, float, float] | None = None  # before it has: blocks, as `kv_shares` takes them
 
     @property
     def block_size(self) -> int:
@@ -187,8 +189,15 @@ class Timeline:
             line.put(number, "prefill_tok_s", 0.0)
             line.put(number, "output_tok_s", 0.0)
             line.put(number, "busy_share", 0.0)
-        for name in ("kv_used_share", "kv_cached_share", "kv_free_share"):
-            line.put(number, name, line.get(number - 1, name))
+        names = ("kv_used_share", "kv_cached_share", "kv_free_share")
+        if now.stepped:
+            for name in names:
+                line.put(number, name, line.get(number - 1, name))
+        elif now.pool is not None:  # the bins before are those of an engine that is gone
+            shares = kv_shares(*now.pool, now.block_size)
+            for name in names:
+                value = shares[name]
+                line.put(number, name, math.nan if value is None else value)
 
     def _draw_latency(self, number: int, book: RequestBook) -> None:
         end_s = (number + 1) * BIN_S

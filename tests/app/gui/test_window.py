@@ -481,3 +481,31 @@ def test_another_language_leaves_the_panels_in_front_there(
     made.window.keep_console = True
     made.window.close()
     assert {"playground", "baselines"} <= front
+
+
+def test_a_new_engine_has_none_of_the_dead_ones_figures(window: MainWindow, link: FeedLink) -> None:
+    """Before its first step its pool is what its own blocks say, or not known; so is the sparkline's end."""
+    link.ready()
+    beat(window, 1)
+    link.traffic()
+    beat(window)
+    assert tile(window, "kv").startswith("20|")
+    link.status = dataclasses.replace(link.status, state=LinkState.DEAD)
+    beat(window)
+    link.ready()
+    link.push(state=b.state(model=b.MODEL, device=b.DEVICE, running=0, waiting=0))
+    beat(window)
+    assert tile(window, "kv").startswith(NONE)
+    assert tile(window, "running").startswith("0 / 0|")
+    assert window.session.attention_rev == -1
+    link.push(blocks=block_view(640))
+    beat(window)
+    assert tile(window, "kv") == "50|cached 25\u00a0%"
+    line = window.session.timeline
+    begun = line.last
+    until(window, lambda: line.last is not None and begun is not None and line.last >= begun + 3)
+    assert line.last is not None
+    assert line.get(line.last, "kv_used_share") == 0.5
+    link.push(steps=[b.step_row(1, window.session.now_s)])
+    beat(window)
+    assert tile(window, "kv").startswith("20|")
