@@ -39,7 +39,7 @@ CONDITIONS: dict[str, Callable[[Console], bool]] = {
     "connected": lambda c: c.session.link.state is not LinkState.OFFLINE,
     "undo": lambda c: c.engine_ready and c.knobs.can_undo,
     "redo": lambda c: c.engine_ready and c.knobs.can_redo,
-    "load": lambda c: c.engine_ready or c.load_run.running,
+    "load": lambda c: c.can_load,
 }
 
 MENUS: dict[str, str] = {

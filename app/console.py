@@ -99,6 +99,8 @@ class Console(QObject):
         if self.load_run.running or self._load_was_running:
             self.load_progress = self.load_run.poll()
             self._tell_load_end()
+        elif batch.new_session and self.load_progress.phase == "failed":
+            self.load_progress = LoadProgress()  # why it failed is not true of the engine of now
         self.jobs.poll()
         for record in self.errors.take():
             self.tell("error", partial(str, record.summary), record.detail)
@@ -191,21 +193,23 @@ class Console(QObject):
         running = self.load_run.running
         if self._load_was_running and not running:
             progress = self.load_progress
-            why = progress.message if progress.phase == "failed" else "; ".join(progress.invalid_reasons)
+            failed, reasons = progress.message, progress.invalid_reasons
 
             def ended() -> str:
                 text = tr("The load has ended: {done} requests done, {failed} failed.")
                 return text.format(done=progress.done, failed=progress.failed)
 
+            def doubtful() -> str:
+                text = tr("This load run is doubtful: {why}")
+                return text.format(why="; ".join(map(tr_engine, reasons)))
+
             if progress.phase == "failed":
-                self.tell("error", lambda: tr("The load failed: {why}").format(why=tr_engine(why)))
+                self.tell("error", lambda: tr("The load failed: {why}").format(why=tr_engine(failed)))
             elif progress.valid:
                 self.tell("info", ended)
             else:
                 self.journal.note("info", ended)
-                self.tell(
-                    "warning", lambda: tr("This load run is doubtful: {why}").format(why=tr_engine(why))
-                )
+                self.tell("warning", doubtful)
         self._load_was_running = running
 
     # --- the engine ---------------------------------------------------------------------------------
@@ -260,6 +264,11 @@ class Console(QObject):
     def engine_ready(self) -> bool:
         return self.session.link.state is LinkState.READY
 
+    @property
+    def can_load(self) -> bool:
+        """Whether a load can be started or stopped now."""
+        return self.engine_ready or self.load_run.running
+
     # --- requests and load --------------------------------------------------------------------------
 
     def select(self, rid: int | None) -> None:
@@ -279,6 +288,10 @@ class Console(QObject):
 
     def start_load(self, spec: WorkloadSpec) -> None:
         """Start a load against the present engine; a notice says why where that fails."""
+        if self.session.link.endpoint and not self.engine_ready:
+            why = N_("The load was not started: the engine is not ready.")
+            self.tell("warning", lambda: tr_later(why))
+            return
         try:
             self.load_run.start(spec, self.session.link.endpoint)
         except (LoadError, WorkloadError) as error:

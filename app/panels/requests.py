@@ -81,6 +81,7 @@ class RequestsPanel(QWidget):
     def refresh(self) -> None:
         """Take in changed rows."""
         self.model.refresh()
+        self.empty.set_usable(self._console.can_load, tr("The engine is not ready yet."))
         self._stack.setCurrentIndex(1 if self.model.rowCount() else 0)
 
     def refresh_figures(self) -> None:

@@ -131,6 +131,7 @@ class TimelinePanel(QWidget):
 
     def refresh(self) -> None:
         """Draw what moved."""
+        self.empty.set_usable(self._console.can_load, tr("The engine is not ready yet."))
         self._stack.setCurrentIndex(1 if self._console.session.requests_rev else 0)
         self.chart.refresh()
 

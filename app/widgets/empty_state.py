@@ -8,6 +8,7 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QWidget
 
 from app.widgets.basic import button, column, label, row
+from app.widgets.focus import set_enabled
 
 
 class EmptyState(QWidget):
@@ -27,6 +28,12 @@ class EmptyState(QWidget):
             parts.append(row(None, self.button, None))
         parts.append(None)
         self.setLayout(column(*parts, spacing=6, margins=(16, 8, 16, 8)))
+
+    def set_usable(self, usable: bool, why_not: str) -> None:
+        """Let its button be pressed or not; ``why_not`` is its tooltip then."""
+        if self.button is not None:
+            set_enabled(self.button, usable)
+            self.button.setToolTip("" if usable else why_not)
 
     def set_texts(self, title: str, text: str) -> None:
         """Change what is said."""

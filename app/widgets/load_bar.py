@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from PySide6.QtCore import QSignalBlocker, Qt, Signal, Slot
 from PySide6.QtWidgets import QComboBox, QFrame
 
-from app.i18n import N_, tr, tr_later
+from app.i18n import N_, tr, tr_engine, tr_later
 from app.lab.load_run import LoadProgress
 from app.lab.workload import WorkloadSpec
 from app.load_names import ARRIVALS, MIXES
@@ -172,7 +172,7 @@ def describe(progress: LoadProgress, ready: bool) -> str:
             return tr("Sends seeded prompts to the engine from a process of its own.")
         return tr("Waiting for the engine.")
     if progress.phase == "failed":
-        return tr("Failed: {why}").format(why=progress.message)
+        return tr("Failed: {why}").format(why=tr_engine(progress.message))
     parts = [f"{_phase(progress.phase)} {clock(progress.elapsed_s)}"]
     parts.append(tr("{n} sent").format(n=progress.sent))
     parts.append(tr("{n} done").format(n=progress.done))
@@ -183,9 +183,9 @@ def describe(progress: LoadProgress, ready: bool) -> str:
     if progress.achieved_rps is not None:
         parts.append(str(rate(progress.achieved_rps, "req/s")))
     if progress.last_error:
-        parts.append(tr("last failure: {why}").format(why=progress.last_error))
+        parts.append(tr("last failure: {why}").format(why=tr_engine(progress.last_error)))
     if not progress.valid:
-        parts.append(tr("doubtful: {why}").format(why="; ".join(progress.invalid_reasons)))
+        parts.append(tr("doubtful: {why}").format(why="; ".join(map(tr_engine, progress.invalid_reasons))))
     return " · ".join(parts)
 
 

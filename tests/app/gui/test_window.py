@@ -16,6 +16,7 @@ from pytestqt.qtbot import QtBot
 from app import application, i18n
 from app.actions import ACTIONS, CONDITIONS, MENUS
 from app.console import Console
+from app.lab.load_run import LoadProgress
 from app.main_window import PANELS, MainWindow
 from app.net.types import BlockView, LinkState, LinkStatus
 from app.panels.bandwidth import describe_gpu
@@ -509,3 +510,47 @@ def test_a_new_engine_has_none_of_the_dead_ones_figures(window: MainWindow, link
     link.push(steps=[b.step_row(1, window.session.now_s)])
     beat(window)
     assert tile(window, "kv").startswith("20|")
+
+
+@pytest.mark.parametrize("state", [LinkState.FAILED, LinkState.DEAD, LinkState.OFFLINE])
+def test_no_button_starts_a_load_that_cannot_run(
+    window: MainWindow, link: FeedLink, monkeypatch: pytest.MonkeyPatch, state: LinkState
+) -> None:
+    """Nor does a key or a script: it is said, and no generator is started against an engine that is none."""
+    begun: list[object] = []
+    monkeypatch.setattr(window.load_run, "start", lambda *args: begun.append(args))
+    link.status = LinkStatus(state=state, endpoint="ipc:///nowhere", reason="out of memory")
+    beat(window)
+    for panel in ("requests", "timeline"):
+        window.show_panel(panel)
+        beat(window, 2)
+        empty = getattr(window, panel).empty
+        assert empty.isVisible()
+        assert not empty.button.isEnabled()
+        assert empty.button.toolTip() == "The engine is not ready yet."
+    assert not window.load_bar.button.isEnabled()
+    window.toggle_load()
+    assert begun == []
+    assert window.toasts.toasts[-1].text == "The load was not started: the engine is not ready."
+    link.ready()
+    beat(window, 2)
+    assert window.timeline.empty.button.isEnabled()
+
+
+def test_why_a_load_failed_is_not_said_of_the_next_engine(
+    window: MainWindow, link: FeedLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link.ready()
+    beat(window, 2)
+    why = "the engine at ipc:///x.ctl closed the connection; its process has probably ended"
+    window.console.load_progress = LoadProgress(phase="failed", message=why, valid=False)
+    link.status = dataclasses.replace(link.status, state=LinkState.DEAD)
+    i18n.use("zh_CN")
+    beat(window, 2)
+    assert window.load_bar.progress.full_text == "失败：ipc:///x.ctl 处的引擎关闭了连接，其进程可能已结束"
+    assert window.load_bar.progress.property("role") == "warning"
+    i18n.use("en")
+    link.ready()
+    beat(window, 2)
+    assert window.load_bar.progress.full_text.startswith("Sends seeded prompts")
+    assert window.load_bar.progress.property("role") == "dim"
