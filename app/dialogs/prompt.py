@@ -17,7 +17,7 @@ def attach_dialog(parent: QWidget, attach: Callable[[str], None]) -> QInputDialo
     dialog.setWindowTitle(tr("Attach to a running engine"))
     dialog.setLabelText(
         tr(
-            "Address of its control socket, such as tcp://127.0.0.1:5555. For another machine, forward both "
+            "Address of its control socket, such as tcp://127.0.0.1:7750. For another machine, forward both "
             "of its ports through SSH first and give the local end here."
         )
     )

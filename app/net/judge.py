@@ -191,7 +191,8 @@ class Judge:
         if waited_s > _ASK_AFTER_S and not connection.connected and not self._managed:
             return LinkState.CONNECTING, (
                 f"No engine answers at {connection.address}. Is it started, is this its control port, "
-                "and is the port forwarded? Stop engine ends the waiting."
+                "and is the port forwarded? “Stop or detach the engine” in the Engine menu "
+                "ends the waiting."
             )
         if waited_s > _NO_ANSWER_S and not connection.connected:
             return LinkState.CONNECTING, f"No engine answers at {connection.address} yet."

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from PySide6.QtWidgets import QApplication, QWidget
 
 import engine
 from app import i18n
+from app.dialogs.prompt import attach_dialog
 from engine.knobs import KNOBS
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
@@ -198,3 +200,16 @@ def test_one_word_is_used_for_one_thing() -> None:
     for text in shown:
         words = re.sub(r"\{\w+\}|\w+_\w+", "", text)
         assert not re.search(r"内核(?!在此期间)|(?<![a-zA-Z])(tokens?|graphs?)(?![a-zA-Z])", words), text
+
+
+def test_the_address_that_is_suggested_is_the_one_of_the_readme(qapp: QApplication) -> None:
+    readme = (APP.parent / "README.md").read_text(encoding="utf-8")
+    parent = QWidget()
+    for language in ("en", "zh_CN"):
+        i18n.use(language)
+        dialog = attach_dialog(parent, lambda _address: None)
+        suggested = re.findall(r"tcp://[\d.]+:\d+", dialog.labelText())
+        assert suggested
+        assert f"--ctl {suggested[0]}" in readme
+        dialog.close()
+    parent.deleteLater()

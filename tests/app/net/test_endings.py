@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from app.actions import ACTIONS
 from app.lab.load_run import LoadRun
 from app.lab.workload import WorkloadSpec
 from app.net import judge
@@ -190,7 +191,8 @@ def test_an_absent_engine_hangs_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert replies[0].code == "not_ready"
     made.until(lambda: "No engine answers" in made.session.link.reason, "the explanation")
     monkeypatch.setattr(judge, "_ASK_AFTER_S", 0.0)
-    made.until(lambda: "Stop engine ends the waiting" in made.session.link.reason, "what to look at")
+    menu = next(spec.text for spec in ACTIONS if spec.id == "stop_engine")  # it names what there is
+    made.until(lambda: f"“{menu}” in the Engine menu" in made.session.link.reason, "what to look at")
     made.link.stop_engine()
     made.until_state(LinkState.OFFLINE)
     made.close()
