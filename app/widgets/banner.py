@@ -6,9 +6,11 @@ from PySide6.QtCore import QPoint, Signal
 from PySide6.QtWidgets import QFrame, QProgressBar, QWidget
 
 from app.i18n import tr
-from app.widgets.basic import ElidedLabel, button, column, label, row, set_role, set_state, set_tip
+from app.widgets.basic import WrappedLabel, button, column, label, row, set_role, set_state, set_tip
 from app.widgets.focus import set_visible
 from app.widgets.status_pill import StatusPill
+
+PROGRESS_WIDTH = 220
 
 
 class Banner(QFrame):
@@ -28,10 +30,9 @@ class Banner(QFrame):
         self._over = over
         self.pill = StatusPill()
         self.title = label("", "title")
-        self.text = ElidedLabel("", "dim")
+        self.text = WrappedLabel("dim")
         self.progress = QProgressBar()
         self.progress.setTextVisible(False)
-        self.progress.setFixedWidth(220)
         self.log = button(tr("Show log"), self.log_asked.emit)
         self.draft = button(tr("Draft model…"), self.draft_asked.emit)
         self.restart = button(tr("Restart engine"), self.restart_asked.emit, "filled")
@@ -42,13 +43,15 @@ class Banner(QFrame):
         )
         buttons = (self.log, self.draft, self.restart, self.cancel)
         if over is None:
+            self.progress.setFixedWidth(PROGRESS_WIDTH)
             line = row(self.pill, self.title, self.text, self.progress, *buttons, spacing=8)
             line.setContentsMargins(8, 6, 10, 6)
             line.setStretchFactor(self.text, 1)
             self.setLayout(line)
         else:
-            head = row(self.pill, self.title, None, self.progress, *buttons, spacing=8)
-            self.setLayout(column(head, self.text, spacing=2, margins=(8, 6, 10, 6)))
+            # The charts may be narrow: title and buttons have a line of their own, and so has the bar.
+            head = row(self.pill, self.title, None, *buttons, spacing=8)
+            self.setLayout(column(head, self.text, self.progress, spacing=4, margins=(8, 6, 10, 8)))
         self.hide()
 
     def show_message(
@@ -76,6 +79,13 @@ class Banner(QFrame):
         self.setAccessibleName(f"{title}. {text}")
         if self._over is not None:
             corner = self._over.mapTo(self.window(), QPoint(0, 0))
+            self.text.fit(self._over.width() - 18)
+            self.layout().activate()  # type: ignore[union-attr]
             self.setGeometry(corner.x(), corner.y(), self._over.width(), self.sizeHint().height())
             self.raise_()
         self.show()
+        if self._over is None:
+            parts = [self.pill, self.title, self.progress, self.log, self.draft, self.restart, self.cancel]
+            widths = [PROGRESS_WIDTH if part is self.progress else part.sizeHint().width() for part in parts]
+            taken = sum(w + 8 for part, w in zip(parts, widths, strict=True) if part.isVisibleTo(self))
+            self.text.fit(self.width() - taken - 26)

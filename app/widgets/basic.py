@@ -122,6 +122,32 @@ def column(
     return made
 
 
+class WrappedLabel(QLabel):
+    """A label as high as its text needs at a width that `fit` is told, since tool bars do not ask for it."""
+
+    def __init__(self, role: str = "") -> None:
+        super().__init__()
+        self.setTextFormat(Qt.TextFormat.PlainText)
+        self.setWordWrap(True)
+        self.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
+        if role:
+            self.setProperty("role", role)
+
+    @property
+    def full_text(self) -> str:
+        return self.text()
+
+    def set_full_text(self, text: str) -> None:
+        if text != self.text():
+            self.setText(text)
+
+    def fit(self, width: int) -> None:
+        """Be as high as the text needs at ``width``; not while a layout is being made, which it changes."""
+        height = max(self.fontMetrics().height(), self.heightForWidth(max(1, width)))
+        if height != self.minimumHeight():
+            self.setFixedHeight(height)
+
+
 class ElidedLabel(QLabel):
     """A label that ends in an ellipsis where it has no room, with the whole text as its tooltip."""
 

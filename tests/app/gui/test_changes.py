@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import time
 
 import pytest
 from PySide6.QtCore import QPoint
 from PySide6.QtWidgets import QComboBox
 
+from app import i18n
+from app.console import Console
 from app.dialogs.save_baseline import SaveBaselineDialog
 from app.dialogs.search_codes import SearchCodesDialog
 from app.main_window import MainWindow
+from app.net.types import LinkState
 from ipc.messages import CANCELLED, ApplyEvent, CfgCancel, CfgSet
 from tests.app import builders as b
 from tests.app.gui import feed
-from tests.app.gui.conftest import beat, until
+from tests.app.gui.conftest import beat, discard, until
 from tests.app.gui.feed import KNOBS, FeedLink
 
 WEIGHTS = [
@@ -185,3 +190,34 @@ def test_a_baseline_is_called_doubtful_before_it_is_saved(window: MainWindow, li
     assert dialog.save.isEnabled()
     data = window.console.baseline_data("x", "", "change", None)
     assert (data.validity.valid, data.config["prefix_cache"], len(data.requests)) == (True, False, 8)
+
+
+@pytest.mark.parametrize("language", ["en", "zh_CN"])
+def test_banners_are_read_whole_in_a_small_window(console: Console, link: FeedLink, language: str) -> None:
+    """Nothing is cut, nothing lies upon something else, and a long reason takes two lines, not the window."""
+    i18n.use(language)
+    window = MainWindow(console)
+    window.resize(1280, 800)
+    window.show()
+    link.ready()
+    beat(window)
+    window.console.knobs.set({"weight_dtype": "int8", "high_precision": "none", "int4_method": "rtn"})
+    applying(window, link)
+    banner = window.change_banner
+    for part in (banner.title, banner.cancel):
+        assert part.width() >= part.sizeHint().width()
+    assert banner.text.height() >= banner.text.heightForWidth(banner.text.width())
+    boxes = [p.geometry() for p in (banner.pill, banner.title, banner.cancel, banner.text, banner.progress)]
+    assert not [1 for a, b in itertools.combinations(boxes, 2) if a.intersects(b)]
+    assert banner.rect().contains(boxes[-1])
+    reason = (
+        "The engine's process has ended: it was killed by SIGKILL. That was 3.6 s after a change of its "
+        "configuration; a restart goes back to the one before."
+    )
+    link.status = dataclasses.replace(link.status, state=LinkState.DEAD, reason=reason)
+    beat(window)
+    text = window.banner.text
+    assert text.height() >= text.heightForWidth(text.width())
+    assert window.banner.height() < 70
+    window.keep_console = True
+    discard(window)
