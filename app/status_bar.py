@@ -10,7 +10,7 @@ from PySide6.QtWidgets import QStatusBar
 from app import status
 from app.i18n import language, tr
 from app.settings import TIME_WINDOWS_S
-from app.units import percent, seconds
+from app.units import percent, seconds, span
 from app.widgets.basic import ElidedLabel, button, label, set_role, set_tip
 from app.widgets.status_pill import StatusPill
 
@@ -31,9 +31,8 @@ class StatusLine(QStatusBar):
         self.engine = ElidedLabel("", "small")
         self.age = label("", "small", tr("Time since anything was heard from the engine."))
         self.cost = label("", "small")
-        self.span = button(
-            "", self._next_span, "flat", tr("Time shown by the charts; click for the next one.")
-        )
+        tip = tr("Time shown by the charts; it grows up to the chosen one. Click for the next.")
+        self.span = button("", self._next_span, "flat", tip)
         self.pause = button(
             tr("Pause"), self._toggle_pause, "flat", tr("Let the charts stand still (Ctrl+P).")
         )
@@ -62,8 +61,9 @@ class StatusLine(QStatusBar):
             self.cost.setText(text.format(frames=f"{frames:.0f}", share=percent(self.cpu_share)))
             tip = tr("Frames per second, and this window's share of one core. A frame takes {cost}.")
             set_tip(self.cost, tip.format(cost=seconds(cost)))
-        minutes = window.view.span_s / 60
-        self.span.setText(f"{minutes:.0f} min" if minutes < 60 else "1 h")
+        chosen, shown = window.view.span_s, window.view.shown_span_s
+        text = tr("{shown} of {chosen}") if shown < chosen else "{chosen}"
+        self.span.setText(text.format(shown=span(shown), chosen=span(chosen)))
         self.pause.setText(tr("Resume") if window.view.paused else tr("Pause"))
 
     def _measure(self) -> None:

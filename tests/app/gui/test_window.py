@@ -554,3 +554,16 @@ def test_why_a_load_failed_is_not_said_of_the_next_engine(
     beat(window, 2)
     assert window.load_bar.progress.full_text.startswith("Sends seeded prompts")
     assert window.load_bar.progress.property("role") == "dim"
+
+
+def test_the_button_of_the_time_says_what_the_axis_shows(window: MainWindow, link: FeedLink) -> None:
+    """A young session fills less than the chosen time; both are said until it does."""
+    link.ready()
+    window.set_span(300)
+    beat(window, 6)
+    button = window.status_line.span
+    assert window.ttft.span_s == 60
+    assert button.text().replace("\u00a0", " ") == "1 min of 5 min"
+    window.set_span(60)
+    window.status_line.refresh()
+    assert button.text().replace("\u00a0", " ") == "1 min"
