@@ -12,10 +12,13 @@ from ipc.messages import KnobValue
 
 AUTO = "auto"
 ORDER: Mapping[str, tuple[str, ...]] = {
-    "cuda": ("paged", "flash_attn", "varlen", "sdpa"),
+    "cuda": ("paged", "flash_attn", "varlen", "sdpa", "naive"),
     "cpu": ("paged", "sdpa"),
 }
-"""What `AUTO` stands for on each kind of device: the first that can run with the pool as it is."""
+"""What `AUTO` stands for on each kind of device: the first that can run with the pool as it is.
+
+On a GPU naive serves what no kernel takes: bfloat16 before compute capability 8.0, and heads of odd sizes.
+"""
 
 
 def resolve(values: Mapping[str, KnobValue], context: KnobContext) -> str:

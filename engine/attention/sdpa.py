@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.attention.base import GATHER_BYTES, MAX_SHORT, AttentionPlan, Ints, Needs, Rows, ToDevice
-from engine.attention.varlen_rows import probe_kernel
+from engine.attention.varlen_rows import MIN_CAPABILITY, probe_kernel
 from engine.kv_cache import KVCache
 from engine.models.spec import ModelSpec
 
@@ -135,13 +135,13 @@ class Forced:
 
     @classmethod
     def on(cls, device: torch.device, dtype: torch.dtype) -> Forced | None:
-        """Of those that a GPU has: FlashAttention takes no mask, and 16 bits alone; the other takes all.
+        """Of those that a GPU has; None on a CPU.
 
-        None on a CPU.
+        FlashAttention takes no mask, 16 bits alone, and needs a newer GPU; the other takes all.
         """
         if device.type != "cuda":
             return None
-        flash = dtype in (torch.bfloat16, torch.float16)
+        flash = dtype in (torch.bfloat16, torch.float16) and _is_new(device)
         other = SDPBackend.EFFICIENT_ATTENTION
         return cls(other, SDPBackend.FLASH_ATTENTION if flash else other)
 
@@ -163,9 +163,14 @@ def probe(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | No
             f"torch's efficient attention needs heads of a multiple of {multiple} in "
             f"{str(dtype).removeprefix('torch.')}, not {spec.head_dim}"
         )
-    if forced.causal != SDPBackend.FLASH_ATTENTION:
-        return None
-    return probe_kernel(spec.head_dim, device, dtype)
+    if forced.causal == SDPBackend.FLASH_ATTENTION or dtype == torch.bfloat16:  # older GPUs lack that type
+        return probe_kernel(spec.head_dim, device, dtype)
+    return None
+
+
+def _is_new(device: torch.device) -> bool:
+    """Whether a GPU runs FlashAttention, and calculates in bfloat16."""
+    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
 class SdpaAttention:

@@ -27,6 +27,7 @@ def context(*attention: str, device: Any = "cuda") -> KnobContext:
         (("naive", "sdpa", "flash_attn", "varlen"), {"block_size": 512}, "flash_attn"),
         (("naive", "sdpa", "flash_attn", "varlen"), {}, "varlen"),
         (("naive", "sdpa", "flash_attn", "varlen"), {"block_size": 256, "kv_dtype": "int8"}, "sdpa"),
+        (("naive", "flash_attn", "varlen"), {"kv_dtype": "int8"}, "naive"),
         (("naive", "sdpa", "paged", "flash_attn"), {"attention": "naive"}, "naive"),
     ],
 )

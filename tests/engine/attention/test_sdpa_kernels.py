@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,7 +13,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from engine.attention import get_backend, probe, sdpa
+from engine.attention.base import usable
 from engine.attention.sdpa import Forced, SdpaAttention
+from engine.attention_choice import resolve
+from engine.knob import KnobContext
 from tests.engine.attention.mixed_rows import check_mixed_rows
 from tests.engine.driving import CPU, tiny
 
@@ -64,22 +67,52 @@ def test_on_a_cpu_the_choice_is_torchs(calls: list[tuple[bool, SDPBackend | None
     assert {kernel for _, kernel in calls} == {None}
 
 
-def test_its_name_says_what_runs() -> None:
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Has the GPU be one of that compute capability."""
+
+    def be(major: int, minor: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU {major}.{minor}")
+
+    return be
+
+
+def test_its_name_says_what_runs(capability: Callable[[int, int], None]) -> None:
     assert SdpaAttention(CPU, torch.bfloat16).name == "sdpa"
+    capability(9, 0)
     assert SdpaAttention(CUDA, torch.bfloat16).name == "sdpa_efficient_flash"
     assert SdpaAttention(CUDA, torch.float32).name == "sdpa_efficient"
     assert Forced.on(CUDA, torch.float16) == Forced(EFFICIENT, FLASH)
+    capability(7, 5)
+    assert SdpaAttention(CUDA, torch.float16).name == "sdpa_efficient"
+    assert Forced.on(CUDA, torch.float16) == Forced(EFFICIENT, EFFICIENT)
 
 
-def test_what_its_kernels_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_its_kernels_cannot_run_is_refused(capability: Callable[[int, int], None]) -> None:
     spec = replace(tiny("llama")[0].spec, head_dim=64)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+    capability(7, 5)
     assert "8.0 or later" in str(probe("sdpa", spec, CUDA, torch.bfloat16))
+    assert probe("sdpa", spec, CUDA, torch.float16) is None
     assert probe("sdpa", spec, CUDA, torch.float32) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    capability(9, 0)
     assert probe("sdpa", spec, CUDA, torch.bfloat16) is None
     odd = replace(spec, head_dim=20)
     assert "multiple of 8 in bfloat16, not 20" in str(probe("sdpa", odd, CUDA, torch.bfloat16))
     assert "at most 256" in str(probe("sdpa", replace(spec, head_dim=264), CUDA, torch.bfloat16))
     assert probe("sdpa", odd, CPU, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "taken"), [
+    (torch.float32, 64, "sdpa"), (torch.float16, 64, "sdpa"), (torch.bfloat16, 64, "naive"),
+    (torch.float16, 20, "naive"),
+])  # fmt: skip
+def test_auto_finds_one_on_an_older_gpu(
+    capability: Callable[[int, int], None], dtype: torch.dtype, head_dim: int, taken: str
+) -> None:
+    """An engine that is asked for nothing special starts with whatever model."""
+    capability(7, 5)
+    found, cannot = usable(replace(tiny("llama")[0].spec, head_dim=head_dim), CUDA, dtype)
+    values = {"attention": "auto", "block_size": 16, "kv_dtype": "model"}
+    assert resolve(values, KnobContext(device="cuda", attention=found)) == taken
+    assert ("attention=sdpa" in cannot) == (taken == "naive")
