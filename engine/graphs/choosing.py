@@ -179,6 +179,8 @@ class GraphChooser:
             each[:, found.rows] = found.repetition, found.presence, found.frequency
             lists.tokens.numpy()[: len(found.tokens)] = found.tokens
             lists.counts.numpy()[: len(found.counts)] = found.counts
+        for begins in (lists.cu, lists.cu_ends):
+            begins[0] = 0  # the words are another step's
         lists.cu.numpy()[1:] = sizes.cumsum()
         lists.each.numpy()[:] = each.view(np.int32)
         at, ends = self._sampler.hidden_ends(rows)

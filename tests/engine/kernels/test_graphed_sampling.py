@@ -34,6 +34,7 @@ SETTINGS = [
     Sampling(temperature=1.0, top_k=50, min_p=0.2, seed=8, frequency_penalty=0.5),
     Sampling(temperature=1.0, top_p=0.8, seed=10, min_tokens=6, stop_token_ids=[8], presence_penalty=1.0),
 ]
+ADJUSTED = [SETTINGS[6], *SETTINGS]  # the first row has everything, so that no word before it is left out
 PLAIN = [each for each in SETTINGS if each.min_tokens == 0 and each.frequency_penalty == 0.0]
 
 
@@ -75,7 +76,7 @@ def chosen_inside(batch: Batch, scores: Tensor, shape: GraphShape, padded: Tenso
     assert made.fused is not None
     chooser = GraphChooser(made, made.fused, padded, CPU)
     assert chooser.kind_of(batch, shape.tokens) == (shape.kind, "")
-    words = np.full(chooser.num_words(shape), 7, dtype=np.int64)
+    words = np.full(chooser.num_words(shape), 7 << 32 | 7, dtype=np.int64)  # both halves
     chooser.fill(words, shape, batch)
     whole = torch.full((shape.tokens, VOCAB), float("nan"))
     whole[: len(scores)] = scores
@@ -87,7 +88,7 @@ def chosen_inside(batch: Batch, scores: Tensor, shape: GraphShape, padded: Tenso
 @pytest.mark.parametrize("kind", ["tokens", "adjusted"])
 def test_every_setting_gives_what_it_gives_outside(kind: str) -> None:
     """A07: in a shape with rows to spare, with ids that no token belongs to, and rows that are not finite."""
-    settings = PLAIN if kind == "tokens" else SETTINGS
+    settings = PLAIN if kind == "tokens" else ADJUSTED
     batch = batch_of([*settings, settings[0], settings[-1]])
     scores = logits(len(settings) + 2)
     scores[-2, 40], scores[-1, 3] = float("nan"), float("inf")
@@ -102,10 +103,21 @@ def test_every_setting_gives_what_it_gives_outside(kind: str) -> None:
     assert len(set(inside)) > 3
 
 
+@pytest.mark.parametrize("setting", [SETTINGS[1], Sampling(temperature=0.0, min_tokens=9)])
+def test_a_row_alone_takes_nothing_from_the_step_before(setting: Sampling) -> None:
+    """A07: its penalties and its hidden ends are the first of their lists."""
+    batch, scores = batch_of([setting]), logits(1)
+    scores[0, 8] += 3.0
+    scores[0, 3] += 4.0 * bool(setting.min_tokens)
+    outside = sampler().sample(scores.clone(), batch.sampled_rows)
+    assert outside.token_ids != [int(scores.argmax())]
+    assert chosen_inside(batch, scores, GraphShape(1, 1, "adjusted"), None) == outside.token_ids
+
+
 def test_each_place_of_a_draft_is_chosen_as_outside() -> None:
     """A19: penalties count what was drafted before a place, random numbers are those of the place."""
-    drafts = [Draft([8, 9, 3][: i % 4]) for i in range(len(SETTINGS))]
-    batch = batch_of(SETTINGS, drafts)
+    drafts = [Draft([8, 9, 3][: i % 4]) for i in range(len(ADJUSTED))]
+    batch = batch_of(ADJUSTED, drafts)
     scores = logits(len(batch.ids))
     inside = chosen_inside(batch, scores, GraphShape(8, 5, "adjusted"), None)
     found = sampler().verify(scores, batch.sampled_rows, batch.drafts)
