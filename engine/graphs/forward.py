@@ -279,12 +279,10 @@ class GraphedForward:
         ids, positions, slots, choice, packed = entry.parts
         chooser, shape = self._chooser, entry.shape
         chosen, finite_too, judged = split_result(entry.chosen, shape)
-        self.nbytes += self._logits.lacking(shape.tokens) if shape.kind == "logits" else 0
-        self.nbytes += self._proposals.lacking(shape.tokens) if shape.drawn else 0
         if shape.kind == "logits":
-            entry.logits = self._logits.first(shape.tokens)
+            entry.logits = self._take(self._logits, shape.tokens)
         if shape.drawn:
-            entry.proposals = self._proposals.first(shape.tokens)
+            entry.proposals = self._take(self._proposals, shape.tokens)
 
         def body() -> None:
             entry.plan = self._attention.plan(rows, self._kv, self._spec, lambda ints: packed)
@@ -300,6 +298,13 @@ class GraphedForward:
             chooser.choose(logits, choice, shape, chosen, entry.proposals, judged)
 
         return body
+
+    def _take(self, shared: SharedRows, count: int) -> Tensor:
+        """The first rows of memory that graphs share, which counts once it is there."""
+        lacking = shared.lacking(count)
+        taken = shared.first(count)
+        self.nbytes += lacking
+        return taken
 
     def _fill(self, entry: _Entry, batch: Batch) -> None:
         """Write a step to the host's side of the static memory, padded to its shape."""

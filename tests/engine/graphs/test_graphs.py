@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.graphs import driver as edge
 from engine.graphs import switch
 from engine.graphs.forward import RETRY_S
+from engine.graphs.memory import SharedRows
 from engine.graphs.shapes import QUERIES, ROWS, GraphShape, shape_of
 from engine.ops.plain import PLAIN
 from engine.runner import ModelRunner
@@ -351,6 +352,36 @@ def test_where_memory_runs_out_it_is_tried_again_later(
     engine.run()
     assert engine.ids(rid) == expected.ids[3][:6]
     assert counts.hits > 0
+
+
+@pytest.mark.parametrize("shared", ["_logits", "_proposals"])
+def test_memory_that_could_not_be_had_is_not_counted(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, shared: str
+) -> None:
+    """A12: else trying again and again would use up the budget, with nothing captured."""
+    monkeypatch.setattr("engine.graphs.forward.RETRY_S", 0.0)
+    expected, scarce = expected_of("llama"), [True]
+    first = SharedRows.first
+
+    def failing(self: SharedRows, rows: int) -> Tensor:
+        if scarce[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return first(self, rows)
+
+    monkeypatch.setattr(SharedRows, "first", failing)
+    engine = engine_with_graphs()
+    engine.generate([expected.prompts[3]], Sampling(max_tokens=4, ignore_eos=True))
+    forward = engine.core.runner.graphs._forward
+    assert forward is not None
+    assert engine.core.runner.graphs.counts.misses["memory"] > 1
+    rows: SharedRows = getattr(forward, shared)
+    with pytest.raises(torch.OutOfMemoryError):
+        forward._take(rows, 4)
+    assert forward.nbytes == 0
+    scarce[0] = False
+    forward._take(rows, 3)
+    forward._take(rows, 4)
+    assert forward.nbytes == 4 * 4 * expected.loaded.spec.vocab_size
 
 
 def test_no_pinned_memory_for_a_shape_is_no_end_of_its_requests(
