@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,35 @@ def test_paged_is_asked_for_the_draft_models_sizes(
         assert said == [
             "the draft model runs with attention=sdpa, as it cannot with paged: it cannot serve heads of 8"
         ]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "runs"),
+    [
+        (20, torch.bfloat16, "naive"),
+        (20, torch.float32, "sdpa_efficient"),
+        (64, torch.bfloat16, "sdpa_efficient_flash"),
+    ],
+)
+def test_what_its_sizes_forbid_is_not_taken_instead(
+    head_dim: int,
+    dtype: torch.dtype,
+    runs: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """On a GPU whose kernels take no heads of 20 in 16 bits, the log says why; names are of what runs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(paged, "source", lambda device: Kernels(head_dim))
+    caplog.set_level(logging.INFO, draft_attention.__name__)
+    spec = replace(load(tiny_folder("llama")).spec, head_dim=head_dim)
+    made = DraftAttention(spec, torch.device("cuda"), dtype)
+    assert [made.beside(target).name for target in ("paged", "sdpa_efficient_flash")] == [runs, runs]
+    [said] = [record.getMessage() for record in caplog.records]
+    assert f"as it cannot with paged: it cannot serve heads of {head_dim}" in said
+    assert ("as it cannot with sdpa: torch's efficient attention needs heads of a" in said) == (
+        runs == "naive"
+    )
 
 
 def test_a_draft_model_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
