@@ -28,7 +28,9 @@ from engine.out_of_memory import CardMemory, kind_of, recover, text_of
 from engine.runner import ModelRunner
 from engine.speculation.base import Draft
 from engine.speculation.draft_models import DraftModels
+from engine.speculation.model_drafter import ModelDrafter
 from engine.speculation.proposals import DraftFailed
+from engine.speculation.rounds import RoundDrafter
 from ipc.messages import KnobValue, Sampling
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class LargestStep:
     ``tokens``: of all rows together, drafts included. ``rows``: requests in it, each of which wants logits
     for ``drafted`` tokens and one more. ``shared``: they may have blocks in common, so that together they
     look at more than the pool holds. ``way``: by what it is computed, as far as memory depends on it.
+    ``by_model``: a draft model drafts before it. ``drawn``: drafts come with their probabilities.
     """
 
     tokens: int
@@ -60,15 +63,19 @@ class LargestStep:
     drafted: int
     shared: bool = False
     way: tuple[object, ...] = ()
+    by_model: bool = False
+    drawn: bool = False
 
     @classmethod
     def of(cls, values: Mapping[str, KnobValue], attention: str = "") -> LargestStep:
         """``attention`` is the name of what runs, which ``values`` may leave open."""
-        drafted = int(values["spec_tokens"] or 0) if values["speculation"] != "off" else 0
+        kind = values["speculation"]
+        drafted = int(values["spec_tokens"] or 0) if kind != "off" else 0
         tokens = int(values["max_num_batched_tokens"] or 0)
         rows = max(1, min(int(values["max_num_seqs"] or 0), tokens // (drafted + 1)))
         way = (attention, *(values.get(knob) for knob in WAYS))
-        return cls(tokens, rows, drafted, bool(values.get("prefix_cache")), way)
+        drawn = kind in ("draft", "self") and values.get("spec_sampling") == "rejection"
+        return cls(tokens, rows, drafted, bool(values.get("prefix_cache")), way, kind == "draft", drawn)
 
     def covers(self, other: LargestStep) -> bool:
         """Whether the other step takes no more than this one."""
@@ -76,6 +83,8 @@ class LargestStep:
         return (
             self.way == other.way
             and self.shared >= other.shared
+            and self.by_model >= other.by_model
+            and self.drawn >= other.drawn
             and all(own >= others for own, others in pairs)
         )
 
@@ -87,6 +96,7 @@ class LargestStep:
         ``held``: tokens in all blocks of the pool, more than which rows that share none do not have.
         ``drafts``: one for each row, else made up.
         """
+        drafts = drafts or self._made_up(runner)
         each, share = self.drafted + 1, max(1, (SHARED_TOKENS if self.shared else held) // self.rows)
         longest = min(context, share)
         few = [(max(each, longest), each)] * self.rows
@@ -97,6 +107,14 @@ class LargestStep:
             runner.execute(_Step(rows))
             for row in rows:
                 runner.release(row.slot)
+
+    def _made_up(self, runner: ModelRunner) -> list[Draft]:
+        """Drafts with probabilities, which take more than those without; none if these are enough."""
+        if not self.drawn:
+            return []
+        shape = self.rows, self.drafted, runner.spec.vocab_size
+        probs = torch.full(shape, 1 / shape[-1], dtype=torch.float32, device=runner.device)
+        return [Draft([DUMMY] * self.drafted, each) for each in probs]
 
     def _alike(
         self, lengths: Sequence[tuple[int, int]], block_size: int, drafts: Sequence[Draft]
@@ -231,7 +249,7 @@ def profile(
         most = int(now.total * utilization) - (now.total - now.free)
         held = max(1, most // runner.kv_bytes_per_block(block_size, kv_dtype)) * block_size
         step = _measure(
-            runner, largest, block_size, held, lambda context: _drafts(drafts, largest, context, values)
+            runner, largest, block_size, held, lambda context: _first_drafts(drafts, largest, context)
         )
     except (RuntimeError, MemoryError) as error:
         raise MemoryError(
@@ -253,28 +271,38 @@ def profile(
     return found
 
 
-def _drafts(
-    drafts: DraftModels | None, largest: LargestStep, context: int, values: Mapping[str, KnobValue]
-) -> list[Draft]:
-    """What a draft model makes for the largest step, none if there is no such model."""
+def _first_drafts(drafts: DraftModels | None, largest: LargestStep, context: int) -> list[Draft]:
+    """What a draft model that is there makes for the largest step, over a pool that is gone after it."""
     drafter = None if drafts is None or not largest.drafted else drafts.to_measure()
     if drafter is None:
         return []
-    drafter.drawn = values["spec_sampling"] == "rejection"
+    drafter.drawn = largest.drawn
+    try:
+        return _drafts(drafter, largest, context)
+    finally:
+        drafter.close()
+
+
+def _drafts(drafter: RoundDrafter | None, largest: LargestStep, context: int) -> list[Draft]:
+    """What a draft model makes for the largest step, none if there is no such model."""
+    if not isinstance(drafter, ModelDrafter):
+        return []
     try:
         return drafter.largest(largest.rows, context, largest.drafted, SAMPLING)
     except DraftFailed as error:  # it will say so again when it is to draft; its memory was taken
         log.warning("the draft model could not be measured: %s", error)
         return []
-    finally:
-        drafter.close()
 
 
 def measure_again(
-    runner: ModelRunner, values: Mapping[str, KnobValue], known: MemoryProfile
+    runner: ModelRunner,
+    values: Mapping[str, KnobValue],
+    known: MemoryProfile,
+    drafter: RoundDrafter | None = None,
 ) -> MemoryProfile:
-    """Run the largest step that ``values`` allow beside the pool, nobody having blocks or a slot.
+    """Run the largest step that ``values`` allow beside the pools, nobody having blocks or a slot.
 
+    ``drafter``: the one that there is; a draft model drafts for it, over its own pool.
     MemoryError, with what there is, if it does not fit.
     """
     kv, largest = runner.kv, LargestStep.of(values, runner.attention_name)
@@ -283,7 +311,10 @@ def measure_again(
     graphs = runner.graphs.on
     runner.graphs.switch(False)  # a step that is not replayed takes more
     try:
-        step = _measure(runner, largest, kv.block_size, kv.num_blocks * kv.block_size)
+        step = _measure(
+            runner, largest, kv.block_size, kv.num_blocks * kv.block_size,
+            lambda context: _drafts(drafter, largest, context),
+        )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         raise MemoryError(
             f"the largest step, {largest.tokens} tokens of {largest.rows} requests, does not fit beside the "
@@ -305,7 +336,7 @@ def _measure(
     largest: LargestStep,
     block_size: int,
     held: int,
-    draft: Callable[[int], Sequence[Draft]] = lambda context: (),
+    draft: Callable[[int], Sequence[Draft]],
 ) -> int:
     """Bytes that a step, and what drafts for it within a context, take beside what there is."""
     context = min(runner.max_len, held)

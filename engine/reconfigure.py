@@ -204,7 +204,7 @@ def _measure_step(core: EngineCore, values: Mapping[str, KnobValue], now_ns: int
     if known is None or known.covers(LargestStep.of(values, core.runner.attention_name)):
         return
     start_over(core, now_ns)
-    core.memory_profile = measure_again(core.runner, values, known)
+    core.memory_profile = measure_again(core.runner, values, known, core.drafts.drafter)
     core.drafts.kept_bytes = core.memory_profile.step
 
 
