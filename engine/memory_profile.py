@@ -120,10 +120,13 @@ class LargestStep:
         self, lengths: Sequence[tuple[int, int]], block_size: int, drafts: Sequence[Draft]
     ) -> list[TextRow]:
         """Rows of as many tokens with their drafts, and new ones among them, as ``lengths`` says."""
-        ids = [DUMMY] * max(length for length, _ in lengths)  # rows of one length have one list
-        table = [0] * -(-len(ids) // block_size)
+        longest = max(length for length, _ in lengths)
+        texts = {
+            length: [DUMMY] * (length - self.drafted) for length, _ in lengths
+        }  # long, and nobody writes
+        table = [0] * -(-longest // block_size)
         return [
-            self._row(slot, ids[: length - self.drafted], table, new - self.drafted, drafts)
+            self._row(slot, texts[length], table, new - self.drafted, drafts)
             for slot, (length, new) in enumerate(lengths)
         ]
 

@@ -156,6 +156,13 @@ def test_several_prompts_fill_a_step_that_is_longer_than_a_context() -> None:
     assert [row.num_tokens + 2 for row in made] == [row.num_new + 2 for row in made]
 
 
+def test_rows_of_one_length_have_one_text() -> None:
+    """A text for each of hundreds of rows would take as much of the host as their contexts are long."""
+    made = LargestStep(tokens=96, rows=8, drafted=2)._alike([(40, 3)] * 6 + [(20, 3)] * 2, 16, ())
+    assert [len(row.token_ids) for row in made] == [38] * 6 + [18] * 2
+    assert len({id(row.token_ids) for row in made}) == 2
+
+
 def test_a_step_that_does_not_fit_is_told_with_what_there_is(
     engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
