@@ -97,8 +97,7 @@ class LargestStep:
         ``drafts``: one for each row, else made up.
         """
         drafts = drafts or self._made_up(runner)
-        each, share = self.drafted + 1, max(1, (SHARED_TOKENS if self.shared else held) // self.rows)
-        longest = min(context, share)
+        each, longest = self.drafted + 1, self.longest(context, held)
         few = [(max(each, longest), each)] * self.rows
         spread = max(each, min(self.tokens // self.rows, longest))
         pieces = [(max(spread, longest), spread)] * self.rows
@@ -107,6 +106,10 @@ class LargestStep:
             runner.execute(_Step(rows))
             for row in rows:
                 runner.release(row.slot)
+
+    def longest(self, context: int, held: int) -> int:
+        """Tokens of each row where all have as many: see `run`."""
+        return min(context, max(1, (SHARED_TOKENS if self.shared else held) // self.rows))
 
     def _made_up(self, runner: ModelRunner) -> list[Draft]:
         """Drafts with probabilities, which take more than those without; none if these are enough."""
@@ -121,9 +124,8 @@ class LargestStep:
     ) -> list[TextRow]:
         """Rows of as many tokens with their drafts, and new ones among them, as ``lengths`` says."""
         longest = max(length for length, _ in lengths)
-        texts = {
-            length: [DUMMY] * (length - self.drafted) for length, _ in lengths
-        }  # long, and nobody writes
+        # They are long, and nobody writes to them.
+        texts = {length: [DUMMY] * (length - self.drafted) for length, _ in lengths}
         table = [0] * -(-longest // block_size)
         return [
             self._row(slot, texts[length], table, new - self.drafted, drafts)
@@ -252,7 +254,7 @@ def profile(
         most = int(now.total * utilization) - (now.total - now.free)
         held = max(1, most // runner.kv_bytes_per_block(block_size, kv_dtype)) * block_size
         step = _measure(
-            runner, largest, block_size, held, lambda context: _first_drafts(drafts, largest, context)
+            runner, largest, block_size, held, lambda *lengths: _first_drafts(drafts, largest, *lengths)
         )
     except (RuntimeError, MemoryError) as error:
         raise MemoryError(
@@ -274,24 +276,24 @@ def profile(
     return found
 
 
-def _first_drafts(drafts: DraftModels | None, largest: LargestStep, context: int) -> list[Draft]:
+def _first_drafts(drafts: DraftModels | None, largest: LargestStep, context: int, alike: int) -> list[Draft]:
     """What a draft model that is there makes for the largest step, over a pool that is gone after it."""
     drafter = None if drafts is None or not largest.drafted else drafts.to_measure()
     if drafter is None:
         return []
     drafter.drawn = largest.drawn
     try:
-        return _drafts(drafter, largest, context)
+        return _drafts(drafter, largest, context, alike)
     finally:
         drafter.close()
 
 
-def _drafts(drafter: RoundDrafter | None, largest: LargestStep, context: int) -> list[Draft]:
-    """What a draft model makes for the largest step, none if there is no such model."""
+def _drafts(drafter: RoundDrafter | None, largest: LargestStep, context: int, alike: int) -> list[Draft]:
+    """What a draft model makes for the largest step, none if there is no such model: see `largest` there."""
     if not isinstance(drafter, ModelDrafter):
         return []
     try:
-        return drafter.largest(largest.rows, context, largest.drafted, SAMPLING)
+        return drafter.largest(largest.rows, context, alike, largest.drafted, SAMPLING)
     except DraftFailed as error:  # it will say so again when it is to draft; its memory was taken
         log.warning("the draft model could not be measured: %s", error)
         return []
@@ -316,7 +318,7 @@ def measure_again(
     try:
         step = _measure(
             runner, largest, kv.block_size, kv.num_blocks * kv.block_size,
-            lambda context: _drafts(drafter, largest, context),
+            lambda *lengths: _drafts(drafter, largest, *lengths),
         )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         raise MemoryError(
@@ -339,9 +341,12 @@ def _measure(
     largest: LargestStep,
     block_size: int,
     held: int,
-    draft: Callable[[int], Sequence[Draft]],
+    draft: Callable[[int, int], Sequence[Draft]],
 ) -> int:
-    """Bytes that a step, and what drafts for it within a context, take beside what there is."""
+    """Bytes that a step, and what drafts for it, take beside what there is.
+
+    ``draft`` is asked with the longest context, and with that of rows which are all alike.
+    """
     context = min(runner.max_len, held)
     decoder, sampler = runner.decoder, runner.sampler
     ops, fused = decoder.ops, sampler.fused
@@ -350,7 +355,7 @@ def _measure(
     torch.cuda.reset_peak_memory_stats(runner.device)
     decoder.ops, sampler.fused = PLAIN, None
     try:
-        largest.run(runner, block_size, context, held, draft(context))
+        largest.run(runner, block_size, context, held, draft(context, largest.longest(context, held)))
     finally:
         decoder.ops, sampler.fused = ops, fused
     return max(0, torch.cuda.max_memory_reserved(runner.device) - before)

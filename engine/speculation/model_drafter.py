@@ -94,30 +94,41 @@ class ModelDrafter(RoundDrafter):
             drafts[each.at] = each.draft
         return drafts
 
-    def largest(self, rows: int, context: int, count: int, sampling: Sampling) -> list[Draft]:
+    def largest(self, rows: int, context: int, alike: int, count: int, sampling: Sampling) -> list[Draft]:
         """Drafts of ``count`` tokens for ``rows`` requests, made with the largest rounds that there can be.
 
         All blocks are block 0, whose content does not matter: it is for measuring the memory that it takes.
-        The first request is at the end of a context of ``context`` tokens, as far as the draft model goes,
-        and another one is caught up with beside them.
+        Which rounds take the most depends on the attention. So once the first request alone is at the end of
+        a context of ``context`` tokens, and once all have ``alike``, as far as the draft model goes. Beside
+        them one is caught up with, at the end of the context too.
         """
-        block_size, context = self._kv.block_size, min(context, self._max_len + 1)
+        context, alike = (max(1, min(each, self._max_len + 1)) for each in (context, alike))
+        near, more = min(NEAR, context), max(1, min(self._catch_up, context - 1))
 
-        def row(slot: int, length: int, num_new: int, num_computed: int) -> TextRow:
-            table = [0] * -(-(length + count) // block_size)
-            return TextRow([DUMMY] * length, table, num_new, num_computed, slot, slot, sampling=sampling)
+        def drafted(lengths: Sequence[int]) -> list[Draft]:
+            rows = [
+                self._dummy(slot, length, near, length - near, count, sampling)
+                for slot, length in enumerate(lengths)
+            ]
+            length = max(more + 1, context)  # it lacks a token even then
+            behind = self._dummy(len(rows), length, more, length - 1 - more, count, sampling)
+            work = [Work(row.slot, row, row, count) for row in rows]
+            try:
+                self._draft(work, [behind])
+            finally:
+                for row in (*rows, behind):
+                    self.release(row.slot)
+            return [each.draft for each in work]
 
-        near, more = min(NEAR, context), min(self._catch_up, context)
-        lengths = [max(near, context - count), *[near] * (rows - 1)]
-        first = [row(slot, length, near, length - near) for slot, length in enumerate(lengths)]
-        work = [Work(slot, each, each, count) for slot, each in enumerate(first)]
-        behind = row(rows, more + 1, more, 0)  # it lacks a token even then
-        try:
-            self._draft(work, [behind])
-        finally:
-            for slot in range(rows + 1):
-                super().release(slot)
-        return [each.draft for each in work]
+        drafted([max(near, context - count), *[near] * (rows - 1)])  # given up before the next are held
+        return drafted([max(near, alike - count)] * rows)
+
+    def _dummy(
+        self, slot: int, length: int, num_new: int, num_computed: int, count: int, sampling: Sampling
+    ) -> TextRow:
+        """A request of ``length`` tokens, and ``count`` to be drafted, in block 0."""
+        table = [0] * -(-(length + count) // self._kv.block_size)
+        return TextRow([DUMMY] * length, table, num_new, num_computed, slot, slot, sampling=sampling)
 
     def release(self, slot: int) -> None:
         """Forget a slot."""

@@ -79,9 +79,9 @@ def test_the_largest_step_is_run_and_leaves_nothing(
 def test_a_draft_model_drafts_for_the_largest_step(
     card: FakeCard, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """A12: rounds over as many requests as a step can have, each with what a step may have brought, one at
-    the end of the context, and one that is caught up with; the drafts are held while the step runs, and what
-    they took before counts. The pool that it drafted over is gone after it."""
+    """A12: rounds over as many requests as a step can have, each with what a step may have brought, one of
+    them at the end of the context, then all, and one that is caught up with there; the drafts are held while
+    the step runs, and what they took before counts. The pool that it drafted over is gone after it."""
     folder = tiny_folder("qwen3")
     made = Engine(
         load(tiny_folder("llama")), draft_model=folder, speculation="draft", max_num_batched_tokens=96,
@@ -101,9 +101,12 @@ def test_a_draft_model_drafts_for_the_largest_step(
     monkeypatch.setattr(RoundDrafter, "_forward", drafting)
     found = profile(made.core.runner, values(made), 0.9, made.core.drafts)
     context = made.core.runner.max_len
+    assert len(rounds) == 6
     assert rounds[0][:8] == [(17, context - 3 - 17), *[(17, 0)] * 7]
-    assert rounds[0][8:] == [(256, 0)]
-    assert [[new for new, _ in each] for each in rounds[1:]] == [[1] * 8] * 2
+    assert rounds[3][:8] == [(17, context - 3 - 17)] * 8
+    for first in (0, 3):
+        assert rounds[first][8:] == [(256, context - 1 - 256)]
+        assert [[new for new, _ in each] for each in rounds[first + 1 : first + 3]] == [[1] * 8] * 2
     assert found.step == 4 * GIB
     assert len(batches) == 3
     for batch in batches:
