@@ -133,7 +133,7 @@ class Peer:
             self._replies.popitem(last=False)
 
     def is_gone(self) -> bool:
-        """Whether its connection was found closed."""
+        """Whether its connection was found closed, and nothing came from it since."""
         return self.gone_since_s is not None
 
     # --- sending ---------------------------------------------------------------------------------
@@ -177,8 +177,8 @@ class Peer:
                 self._queued_bytes -= len(entry)
 
     def probe(self, socket: zmq.Socket[bytes], mono_ns: int, now_s: float) -> None:
-        """Find out whether the client is still connected."""
-        if not self._queue:
+        """Find out whether the client is still connected; of one that has gone, that is known already."""
+        if not self._queue and not self.is_gone():
             self._try(socket, codec.encode(m.Probe(mono_ns=mono_ns)), now_s)
 
     def _try(self, socket: zmq.Socket[bytes], body: bytes, now_s: float) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from engine.peers import Job, Peer, TokenBucket, ready
+from engine.peers import Job, Peer, PeerTable, TokenBucket, ready
 from ipc import codec
 from ipc import messages as m
 from tests.ipc.samples import request_row
@@ -133,6 +133,30 @@ def test_a_client_that_left_is_noticed_when_something_is_sent(pair: Pair) -> Non
     assert peer.gone_since_s == 3.0
     peer.send(router, _tokens(1, 0), 4.0)
     assert not peer.blocked
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 2.0, 10.0])
+def test_a_client_is_lost_once_the_grace_is_over_since_it_was_found_gone(pair: Pair, grace_s: float) -> None:
+    """Its requests only wait, so that nothing but the probes, twice a second, finds that it left."""
+    router, dealer = pair
+    peers = PeerTable({b"me": Peer(b"me", "here", 0.0), b"nobody": Peer(b"nobody", "gone", 0.0)})
+    for peer in peers.values():
+        peer.live[1] = Job(peer, m.Submit(id=1, prompt="x"), 0, rid=1)
+    found_s = lost_s = None
+    now_s = 0.0
+    while lost_s is None and now_s < 30.0:
+        now_s += 0.5
+        peers.probe(router, now_s)
+        if found_s is None and peers[b"nobody"].is_gone():
+            found_s = now_s
+        if peers.take_lost(now_s, grace_s):
+            lost_s = now_s
+        while dealer.poll(0):  # the other one reads, so that it is asked again and again
+            dealer.recv_multipart()
+    assert found_s == 1.0, "a client that is busy is asked each second"
+    assert lost_s == found_s + grace_s
+    assert list(peers) == [b"me"]
+    assert not peers[b"me"].is_gone()
 
 
 def test_only_the_newest_answers_are_kept() -> None:

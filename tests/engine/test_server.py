@@ -34,7 +34,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest
     running = EngineUnderTest(
         write_model(folder / os.fsdecode(b"no text \xff")),
         "--vanish-grace-s",
-        "0.5",
+        "2",  # longer than the time between two looks at who is still there
         "--check",
         max_files=256,
     )
@@ -275,16 +275,22 @@ def test_a_client_that_sends_too_fast_is_told_when_to_come_back(client: Client) 
 
 
 def test_requests_of_a_client_that_vanished_are_ended(engine: EngineUnderTest, client: Client) -> None:
+    """A grace of 2 s passes, though the client is found gone anew by each look at it in that time."""
+    sampling = m.Sampling(max_tokens=8000, ignore_eos=True)  # not at its end before the grace is
+
     def live_tags() -> set[str]:
         return {row.tag for row in client.snapshot().requests if row.state != "finished"}
 
     with engine.client() as other:
-        other.submit("a", sampling=LONG, tag="vanishing")
-        kept = other.build_submit("b", sampling=LONG, tag="detached")
-        other.submit_command(m.Submit(id=kept.id, prompt="b", sampling=LONG, tag="detached", detach=True))
+        other.submit("a", sampling=sampling, tag="vanishing")
+        other.submit_command(
+            m.Submit(id=other.next_id(), prompt="b", sampling=sampling, tag="detached", detach=True)
+        )
         wait_until(lambda: {"vanishing", "detached"} <= live_tags(), "both are live")
     wait_until(lambda: "vanishing" not in live_tags(), "the orphan is cancelled")
     assert "detached" in live_tags()
+    lines = client.call(m.LogTail(id=client.next_id(), max=50), m.LogLines).lines
+    assert any("1 requests of " in line.message and "its client has gone" in line.message for line in lines)
     assert client.call(m.Cancel(id=client.next_id(), tag="detached"), m.Cancelled).n == 1
 
 
