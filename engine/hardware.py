@@ -6,6 +6,7 @@ step's modelled traffic is compared with.
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
@@ -22,6 +23,8 @@ from engine.layers.linear import candidates
 from engine.memory import free_bytes
 from ipc.messages import DeviceInfo
 
+log = logging.getLogger("engine.hardware")
+
 CPU_BUFFER_BYTES = 64 << 20  # well above the last-level caches of most CPUs
 GPU_BUFFER_BYTES = 1 << 30
 CPU_PRODUCT = 1024  # rows, columns and depth of the measured matrix product
@@ -37,10 +40,10 @@ class DeviceError(ValueError):
 def choose_device(name: str = "auto", environ: MutableMapping[str, str] = os.environ) -> torch.device:
     """The device for ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or a UUID. Raises `DeviceError`.
 
-    ``auto`` takes the first GPU that can run a kernel of this torch build, else the CPU. A UUID is the start
-    of one as ``nvidia-smi -L`` lists it, ``GPU-...`` or, for a part of a card, ``MIG-...``. CUDA shows a part
-    only to a process whose ``CUDA_VISIBLE_DEVICES`` names it, so that is set where it is not: call this
-    before anything asks CUDA for its devices.
+    ``auto`` takes the first GPU that can run a kernel of this torch build, else the CPU, and the log says why
+    a GPU that is there was passed over. A UUID is the start of one as ``nvidia-smi -L`` lists it, ``GPU-...``
+    or, for a part of a card, ``MIG-...``. CUDA shows a part only to a process whose ``CUDA_VISIBLE_DEVICES``
+    names it, so that is set where it is not: call this before anything asks CUDA for its devices.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -49,7 +52,7 @@ def choose_device(name: str = "auto", environ: MutableMapping[str, str] = os.env
     if name.startswith(GPU):
         return _choose_card(name)
     if name == "auto":
-        return torch.device("cuda", 0) if _cuda_reason(0) is None else torch.device("cpu")
+        return _first_that_works()
     kind, _, number = name.partition(":")
     if kind != "cuda" or not (number == "" or number.isdecimal()):
         raise DeviceError(f"unknown device {name!r}; allowed: {ALLOWED}")
@@ -60,9 +63,25 @@ def choose_device(name: str = "auto", environ: MutableMapping[str, str] = os.env
     return torch.device("cuda", index)
 
 
+def _num_cards() -> int:
+    return torch.cuda.device_count() if torch.version.cuda is not None else 0
+
+
+def _first_that_works() -> torch.device:
+    for index in range(_num_cards()):
+        reason = _cuda_reason(index)
+        if reason is None:
+            return torch.device("cuda", index)
+        log.warning("device cuda:%d cannot be used: %s; another one is looked for", index, reason)
+    if _num_cards():
+        log.warning("no GPU can be used, for the reasons above: the CPU is")
+    else:
+        log.info("the CPU is used: %s", _cuda_reason(0))
+    return torch.device("cpu")
+
+
 def _choose_card(uuid: str) -> torch.device:
-    count = torch.cuda.device_count() if torch.version.cuda is not None else 0
-    there = [f"{GPU}{torch.cuda.get_device_properties(i).uuid}" for i in range(count)]
+    there = [f"{GPU}{torch.cuda.get_device_properties(i).uuid}" for i in range(_num_cards())]
     fitting = [i for i, each in enumerate(there) if each.startswith(uuid)]
     if len(fitting) != 1:
         what = f"{len(fitting)} GPUs" if fitting else "no GPU that CUDA shows here"

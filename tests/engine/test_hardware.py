@@ -47,6 +47,46 @@ def test_a_card_is_chosen_by_its_uuid() -> None:
         choose_device("GPU-ff")
 
 
+@pytest.mark.parametrize(
+    ("broken", "chosen"),
+    [((), "cuda:0"), (("cuda:0",), "cuda:1"), (("cuda:0", "cuda:1"), "cpu")],
+)
+def test_auto_looks_at_each_card_and_says_why_one_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: tuple[str, ...], chosen: str
+) -> None:
+    """Kernels are slow on the CPU: nobody may find themselves there without being told why."""
+
+    def ones(size: int, *, device: str) -> torch.Tensor:
+        if device in broken:
+            raise RuntimeError(f"CUDA error: {device} is busy or unavailable\nmore of it")
+        return torch.zeros(size)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "ones", ones)
+    caplog.set_level("WARNING", "engine.hardware")
+    assert choose_device("auto") == torch.device(chosen)
+    expected = [
+        f"device {name} cannot be used: CUDA error: {name} is busy or unavailable; another one is looked for"
+        for name in broken
+    ]
+    if chosen == "cpu":
+        expected.append("no GPU can be used, for the reasons above: the CPU is")
+    assert caplog.messages == expected
+
+
+def test_auto_without_any_card_takes_the_cpu_and_warns_of_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    caplog.set_level("INFO", "engine.hardware")
+    assert choose_device("auto") == torch.device("cpu")
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("INFO", "the CPU is used: this torch is built without CUDA")
+    ]
+
+
 @pytest.mark.usefixtures("two_cards")
 def test_a_part_of_a_card_is_chosen_by_its_uuid() -> None:
     """CUDA shows a process a part of a card only where CUDA_VISIBLE_DEVICES names it."""
