@@ -67,7 +67,8 @@ class Sampling(_Struct, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=0, le=1 << 20)] = 0  # 0: off
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
+    # Scores are float32, and so far from overflow: of infinite ones no distribution can be made.
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     seed: Annotated[int, Meta(ge=0, le=(1 << 53) - 1)] | None = None

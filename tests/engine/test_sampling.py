@@ -349,6 +349,25 @@ def test_penalties_keep_count_as_a_request_grows_and_its_slot_changes_hands() ->
     assert fresh.sample(logits, [first]).token_ids == moved
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 100.0])
+@pytest.mark.parametrize("repetition", [0.01, 100.0])
+def test_the_strongest_repetition_penalties_leave_finite_scores(
+    repetition: float, temperature: float
+) -> None:
+    """At the bounds of what is accepted, with scores that no model has. Of scores that are not finite the
+    last id would come, which may not even be a token."""
+    logits = [3e35, -3e35, 2e35, 1e30, 1.0, -1e30, 0.0, -2e35]
+    occurred = [0, 1, 4, 6]
+    s = Sampling(temperature=temperature, seed=3, repetition_penalty=repetition)
+    r = Request(1, occurred, s)
+    r.slot = 0
+    want = int(np.argmax(penalized(logits, occurred, [], s)))
+    assert want == (0 if repetition < 1.0 else 2)
+    for rows in (1, 3):
+        out = Sampler(len(logits), frozenset(), CPU).sample(torch.tensor([logits] * rows), [r] * rows)
+        assert out.token_ids == [want] * rows
+
+
 def test_the_repetition_penalty_equals_that_of_transformers() -> None:
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 

@@ -69,6 +69,14 @@ def test_no_number_that_is_not_finite_gets_in(value: float) -> None:
         assert caught.value.command_id == 1
 
 
+@pytest.mark.parametrize(("value", "bound"), [(1e-40, ">= 0.01"), (0.0099, ">= 0.01"), (100.1, "<= 100")])
+def test_a_repetition_penalty_that_scores_cannot_bear_is_refused_by_name(value: float, bound: str) -> None:
+    """Scores that overflowed would be drawn from as if nothing was wrong."""
+    command = {"type": "req.submit", "id": 1, "prompt": "a", "sampling": {"repetition_penalty": value}}
+    with pytest.raises(codec.BadMessage, match=rf"{bound}.*repetition_penalty"):
+        codec.decode_command([msgspec.msgpack.encode(command)])
+
+
 @pytest.mark.parametrize(
     ("body", "code"),
     [
