@@ -58,7 +58,8 @@ def migrate(connection: sqlite3.Connection, path: Path, steps: Sequence[Step] = 
                 connection.execute(f"PRAGMA user_version = {number}")
             connection.execute("COMMIT")
         except BaseException:
-            connection.execute("ROLLBACK")
+            if connection.in_transaction:  # with no room left, SQLite has rolled back by itself
+                connection.execute("ROLLBACK")
             raise
     return backup
 

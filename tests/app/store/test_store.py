@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -274,6 +275,21 @@ def test_a_full_disk_is_told_nothing_is_half_kept_and_saving_resumes(path: Path)
 
 
 # --- versions ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [1000, 9000, 20_000])
+def test_a_first_start_without_room_says_so_and_the_next_one_works(path: Path, limit: int) -> None:
+    """SQLite rolls back by itself then; that there is nothing left to roll back must not hide the reason."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # bytes; writing beyond it fails
+        with pytest.raises(StoreError, match=r"Opening .*: the disk reports an error, or has no room left"):
+            Store(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    store = Store(path)
+    assert store.notices == []
+    store.save_baseline(baseline())
 
 
 def test_a_newer_file_is_refused_and_not_touched(path: Path) -> None:
