@@ -73,7 +73,7 @@ class Commands:
         peer = server.peers.get(identity)
         if peer is None:
             if len(server.peers) >= MAX_CLIENTS:
-                server.make_room()
+                server.make_room(MAX_CLIENTS)
             if len(server.peers) >= MAX_CLIENTS:
                 message = f"{MAX_CLIENTS} clients are connected already; close one"
                 error = m.Error(id=hello.id, code="busy", message=message, retry_after_ms=5000)

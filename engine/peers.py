@@ -263,12 +263,20 @@ class PeerTable(dict[bytes, Peer]):
             del self[peer.identity]
         return lost
 
-    def make_room(self, socket: zmq.Socket[bytes], now_s: float) -> None:
-        """Remove clients that have gone and have nothing running."""
+    def make_room(self, socket: zmq.Socket[bytes], now_s: float, most: int) -> Peer | None:
+        """Remove clients that have gone and have nothing running, so that fewer than ``most`` are left.
+
+        If that is not enough, the one that has been gone longest is removed too, and returned: its requests
+        are to be ended. Who is still there keeps its place.
+        """
         for peer in list(self.values()):
             peer.probe(socket, time.monotonic_ns(), now_s)
             if peer.is_gone() and not peer.live and not peer.entering:
                 del self[peer.identity]
+        if len(self) < most:
+            return None
+        gone = [(peer.gone_since_s, peer.identity) for peer in self.values() if peer.gone_since_s is not None]
+        return self.pop(min(gone)[1]) if gone else None
 
 
 def ready(done: m.Done, job: Job) -> m.Done:

@@ -362,18 +362,23 @@ class EngineServer:
     def _check_peers(self, now_s: float) -> None:
         self.peers.probe(self._ctl, now_s)
         for peer in self.peers.take_lost(now_s, self.grace_s):
-            rids = [rid for rid, job in peer.live.items() if not job.command.detach]
-            self._give_up(peer, rids, "its client has gone")
-            for job in peer.entering.values():
-                job.cancelled = job.cancelled or not job.command.detach
+            self._end_requests(peer, "its client has gone")
         for peer in self.peers.values():
             if peer.overrun:
                 peer.overrun = False
                 self._give_up(peer, list(peer.muted), "its client reads nothing")
 
-    def make_room(self) -> None:
-        """Forget clients that have gone and have nothing running."""
-        self.peers.make_room(self._ctl, time.monotonic())
+    def make_room(self, most: int) -> None:
+        """Forget clients that have gone, so that fewer than ``most`` are left if that can be."""
+        peer = self.peers.make_room(self._ctl, time.monotonic(), most)
+        if peer is not None:
+            self._end_requests(peer, "its client has gone, and another one took its place")
+
+    def _end_requests(self, peer: Peer, why: str) -> None:
+        """Cancel what a client asked for, but for what was to go on without it."""
+        self._give_up(peer, [rid for rid, job in peer.live.items() if not job.command.detach], why)
+        for job in peer.entering.values():
+            job.cancelled = job.cancelled or not job.command.detach
 
     def _give_up(self, peer: Peer, rids: list[int], why: str) -> None:
         if rids:

@@ -159,6 +159,26 @@ def test_a_client_is_lost_once_the_grace_is_over_since_it_was_found_gone(pair: P
     assert not peers[b"me"].is_gone()
 
 
+def test_those_that_have_gone_make_room_in_the_order_of_what_is_lost(pair: Pair) -> None:
+    """First who has nothing running, then who was gone first; never one that is still there."""
+    router, _ = pair
+    peers = PeerTable()
+    for number, name in enumerate((b"me", b"old", b"new", b"idle")):
+        peers[name] = Peer(name, name.decode(), 0.0)
+        if name != b"idle":
+            peers[name].live[number] = Job(peers[name], m.Submit(id=1, prompt="x"), 0, rid=number)
+    peers[b"new"].gone_since_s = 3.0
+    peers[b"old"].gone_since_s = 2.0
+    assert peers.make_room(router, 4.0, most=4) is None
+    assert list(peers) == [b"me", b"old", b"new"]
+    for most, name in ((3, "old"), (2, "new")):
+        removed = peers.make_room(router, 5.0, most=most)
+        assert removed is not None
+        assert removed.name == name
+    assert peers.make_room(router, 5.0, most=1) is None
+    assert list(peers) == [b"me"]
+
+
 def test_only_the_newest_answers_are_kept() -> None:
     peer = Peer(b"me", "x", 0.0)
     for command_id in range(1, 301):

@@ -663,6 +663,28 @@ def test_too_many_clients_are_refused_with_a_reason(engine: EngineUnderTest) -> 
             client.close()
 
 
+def test_the_place_of_a_client_that_has_gone_is_given_to_another(engine: EngineUnderTest) -> None:
+    """Its requests hold it no longer than until somebody else needs it, whatever is left of the grace."""
+    for _ in range(16):
+        with engine.client() as leaving:
+            leaving.submit("a", sampling=LONG, tag="leaving")
+
+    def is_welcome() -> bool:
+        try:
+            return bool(client.hello(60.0))
+        except EngineError as error:
+            return error.code != "busy"  # it is not known yet that the last ones have gone
+
+    def is_told() -> bool:
+        lines = client.call(m.LogTail(id=client.next_id(), max=50), m.LogLines).lines
+        return any("1 requests of " in line.message and "took its place" in line.message for line in lines)
+
+    with Client(engine.ctl, silence_s=60.0) as client:
+        wait_until(is_welcome, "there is room")
+        wait_until(is_told, "a request is cancelled for it", timeout_s=5.0)
+        client.call(m.Cancel(id=client.next_id(), tag="leaving"), m.Cancelled)
+
+
 # --- the end --------------------------------------------------------------------------------------
 
 
