@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.config import GIB
+from engine.config import GIB, ConfigError
 from engine.memory import available_bytes, free_bytes
 from ipc.messages import MAX_BLOCKS, KnobValue
 
@@ -52,7 +52,7 @@ class Layout:
 def layout_of(values: Mapping[str, KnobValue], runner: ModelRunner, pool_bytes: int) -> Layout:
     """What knob values ask for; ``pool_bytes`` is the pool's size where they leave it open.
 
-    ValueError for a pool or an arena of not even one block, and for more blocks than the block map of the
+    ConfigError for a pool or an arena of not even one block, and for more blocks than the block map of the
     protocol can show.
     """
     block_size, kv_dtype = int(values["block_size"] or 0), str(values["kv_dtype"])
@@ -61,9 +61,9 @@ def layout_of(values: Mapping[str, KnobValue], runner: ModelRunner, pool_bytes: 
     def blocks(num_bytes: int, what: str) -> int:
         count = num_bytes // per_block
         if count < 1:
-            raise ValueError(
-                f"{what} of {num_bytes / GIB:.4f} GiB does not hold even one block of {block_size} tokens, "
-                f"which takes {per_block / GIB:.4f} GiB"
+            raise ConfigError(
+                f"{what} of {_size(num_bytes)} does not hold even one block of {block_size} tokens, "
+                f"which takes {_size(per_block)}"
             )
         return count
 
@@ -83,7 +83,7 @@ def layout_of(values: Mapping[str, KnobValue], runner: ModelRunner, pool_bytes: 
     )
     total = layout.num_blocks + layout.prefix_blocks + layout.swap_blocks
     if total > MAX_BLOCKS:
-        raise ValueError(
+        raise ConfigError(
             f"a KV pool of {pool / GIB:.2f} GiB and {layout.host_bytes / GIB:.2f} GiB of host memory have "
             f"{total} blocks of {block_size} tokens, at most {MAX_BLOCKS} are possible; choose a larger "
             "block_size or less memory"
@@ -115,3 +115,11 @@ def check_room(device: torch.device, now: Layout, then: Layout, kept: int = 0) -
 
 def _gib(values: Mapping[str, KnobValue], knob: str) -> int:
     return int(float(values[knob] or 0) * GIB)
+
+
+def _size(num_bytes: int) -> str:
+    """In the largest unit that it has one of, so that little memory is not rounded to none."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >> shift:
+            return f"{num_bytes / (1 << shift):.4g} {unit}"
+    return f"{num_bytes} B"

@@ -74,7 +74,7 @@ class EngineCore:
     ) -> None:
         """Allocates the KV pool and what host memory the knobs ask for.
 
-        MemoryError if it does not fit, PatchRefused if it is known not to, ValueError if the pool would hold
+        MemoryError if it does not fit, PatchRefused if it is known not to, ConfigError if the pool would hold
         no block. ``consume`` takes the weights out of ``loaded``, so that they are not held twice.
         ``progress`` hears how far the conversion of weights is that the knobs ask for.
         """

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from engine import layout
-from engine.config import GIB
+from engine.bringup import explain
+from engine.config import GIB, ConfigError
 from engine.knob import KnobContext
 from engine.knob_store import KnobStore
 from engine.layout import Layout, NoRoom, check_room, layout_of
+from engine.lifetime import ExitCode
 from engine.runner import ModelRunner
 from ipc.messages import KnobValue
 from tests.engine.core_harness import load, tiny_folder
@@ -54,11 +56,11 @@ def test_eight_bits_hold_more_blocks_in_the_same_memory(runner: ModelRunner) -> 
 
 
 @pytest.mark.parametrize(("values", "message"), [
-    ({"kv_pool_gib": 1e-7}, "a KV pool of 0.0000 GiB does not hold even one block of 16 tokens"),
+    ({"kv_pool_gib": 1e-7}, "a KV pool of 107 B does not hold even one block of 16 tokens, which takes "),
     ({"kv_host_gib": 1e-7}, "a host KV memory of .* does not hold even one block"),
     (
         {"preemption": "swap", "swap_space_gib": 0.001, "block_size": 1024, "kv_pool_gib": 0.1},
-        "a swap space of 0.0010 GiB does not hold even one block of 1024 tokens, which takes 0.0",
+        "a swap space of 1.024 MiB does not hold even one block of 1024 tokens, which takes .* MiB",
     ),
     ({"kv_pool_gib": 4000.0, "block_size": 1}, "at most .* are possible; choose a larger block_size"),
     ({"kv_host_gib": 4000.0}, "at most .* are possible; choose a larger block_size or less memory"),
@@ -66,8 +68,10 @@ def test_eight_bits_hold_more_blocks_in_the_same_memory(runner: ModelRunner) -> 
 def test_what_holds_no_block_or_too_many_is_refused(
     runner: ModelRunner, values: dict[str, KnobValue], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    """At the start it is an error of the configuration, not of the model."""
+    with pytest.raises(ConfigError, match=message) as caught:
         wanted(runner, **values)
+    assert explain(caught.value, running=False) == (ExitCode.BAD_CONFIG, str(caught.value))
 
 
 def sized(**changes: Any) -> Layout:

@@ -148,6 +148,22 @@ def test_shortages_of_memory_are_translated_to_the_end(text: str) -> None:
     assert ("141.00 GiB" in shown) == ("{figures}" in text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a KV pool of 107 B does not hold even one block of 16 tokens, which takes 8 KiB",
+        "a swap space of 1.024 MiB does not hold even one block of 1024 tokens, which takes 2.5 MiB",
+        "a KV pool of 500.00 GiB and 0.00 GiB of host memory have 9000000 blocks of 16 tokens, at most "
+        "4194304 are possible; choose a larger block_size or less memory",
+    ],
+)
+def test_a_pool_that_cannot_be_had_is_translated_to_the_end(text: str) -> None:
+    shown = CATALOGUE.foreign(text)
+    assert CHINESE.search(shown)
+    assert not re.search(r"[a-z]{2,}", re.sub(r"[GMK]iB|KV|block_size", "", shown)), shown
+    assert re.findall(r"\d[\d.]*", shown) == re.findall(r"\d[\d.]*", text)
+
+
 def test_what_is_wrong_with_a_model_is_translated_as_it_is_told(tmp_path: Path) -> None:
     """With advice behind it, and within the sentence about the engine that ended."""
     said = {
