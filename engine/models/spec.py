@@ -144,12 +144,12 @@ class ModelSpec:
 
         Kinds of RoPE whose frequencies depend on the length (dynamic, longrope) are fixed here, once and for
         every position, so that a key never depends on the batch, the chunk or the request it was computed in.
-        Raises `ModelError` above what the model can do.
+        Raises `ModelError` above what the model can do, and below a token of a prompt and one of its answer.
         """
         limit = self.rope.longest(self.max_model_len)
-        if not 1 <= max_model_len <= limit:
+        if not 2 <= max_model_len <= limit:
             raise ModelError(
-                f"a context of {max_model_len} tokens was asked for, this model allows 1 to {limit}"
+                f"a context of {max_model_len} tokens was asked for, this model allows 2 to {limit}"
             )
         return replace(self, max_model_len=max_model_len, rope=replace(self.rope, served_len=max_model_len))
 

@@ -96,8 +96,9 @@ def test_dynamic_frequencies_follow_the_served_length_not_the_request() -> None:
     longer = spec.served(1024)
     assert longer.max_model_len == 1024
     assert torch.equal(longer.rope.inv_freq()[0], _theirs(settings, seq_len=1024)[0])
-    with pytest.raises(ModelError, match="1025 tokens was asked for, this model allows 1 to 1024"):
-        spec.served(1025)
+    for length in (1, 1025):  # a request has a token of its own and one of its answer
+        with pytest.raises(ModelError, match=f"{length} tokens was asked for, this model allows 2 to 1024"):
+            spec.served(length)
 
 
 def test_longrope_serves_short_factors_until_a_longer_context_is_asked_for() -> None:
