@@ -313,13 +313,12 @@ def measure_again(
     kv, largest = runner.kv, LargestStep.of(values, runner.attention_name)
     if kv is None:
         raise RuntimeError("no KV pool: call allocate_kv first")
-    graphs = runner.graphs.on
-    runner.graphs.switch(False)  # a step that is not replayed takes more
     try:
-        step = _measure(
-            runner, largest, kv.block_size, kv.num_blocks * kv.block_size,
-            lambda *lengths: _drafts(drafter, largest, *lengths),
-        )  # fmt: skip
+        with runner.graphs.paused():  # a step that is not replayed takes more
+            step = _measure(
+                runner, largest, kv.block_size, kv.num_blocks * kv.block_size,
+                lambda *lengths: _drafts(drafter, largest, *lengths),
+            )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         raise MemoryError(
             f"the largest step, {largest.tokens} tokens of {largest.rows} requests, does not fit beside the "
@@ -327,7 +326,6 @@ def measure_again(
         ) from error
     finally:
         runner.sampler.clear()
-        runner.graphs.switch(graphs)
     log.info(
         "the largest step is now one of %d tokens, %d requests, %d drafted for each, with attention %s; it "
         "takes %s",

@@ -186,13 +186,16 @@ def _reconfigure(core: EngineCore, proposal: Proposal, now_ns: int) -> None:
             ) from worse
         raise
 
-    def told(done: int, total: int) -> None:
-        core.pulse.progress(f"compiling kernels: {done + 1} of {total}", 0, 0)
+    def told(done: int, total: int, what: str = "kernels:") -> None:
+        core.pulse.progress(f"compiling {what} {done + 1} of {total}", 0, 0)
 
     if core.runner.kv is not pool:  # a pool with blocks of another kind is read by other kernels
         compile_kernels(core.runner, told, core.drafts.drafter)
     elif core.drafts.drafter is not drafter:  # and other weights, of other sizes, draft by others
         compile_drafter(core.runner, core.drafts.drafter, told)
+    most = int(new["max_num_seqs"] or 0)
+    if most > int(old["max_num_seqs"] or 0):  # steps come in larger shapes
+        core.runner.warm_up(most, lambda done, total: told(done, total, "the kernels of graphs: shape"))
 
 
 def _measure_step(core: EngineCore, values: Mapping[str, KnobValue], now_ns: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,15 @@ class Graphs:
         else:
             self._driver = None
             self.drop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Replay no steps meanwhile, which are not counted. What was captured is kept."""
+        driver, self._driver = self._driver, None
+        try:
+            yield
+        finally:
+            self._driver = driver
 
     def drop(self) -> None:
         """Forget all graphs, and the memory that they use."""
