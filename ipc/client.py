@@ -33,8 +33,9 @@ class EngineError(RuntimeError):
     """The engine refused a command. ``code``, ``keys`` and ``retry_after_ms`` are those of the `Error`."""
 
     def __init__(self, error: m.Error) -> None:
-        details = "".join(f"; {key}: {why}" for key, why in error.keys.items())
-        super().__init__(f"{error.message}{details} ({error.code})")
+        reasons = [f"{key}: {why}" for key, why in error.keys.items()]
+        told = "; ".join([error.message, *(reason for reason in reasons if reason not in error.message)])
+        super().__init__(f"{told} ({error.code})")
         self.code = error.code
         self.keys = error.keys
         self.retry_after_ms = error.retry_after_ms

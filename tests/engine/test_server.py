@@ -334,6 +334,8 @@ def test_a_patch_is_taken_whole_or_refused_with_a_reason_for_each_key(client: Cl
         client.configure({"policy": "priority", "block_size": 0, "nonsense": 1, "cuda_graphs": True})
     assert caught.value.code == "invalid"
     assert set(caught.value.keys) == {"block_size", "nonsense", "cuda_graphs"}
+    told = str(caught.value)
+    assert [told.count(f"{key}: {why}") for key, why in caught.value.keys.items()] == [1, 1, 1], told
     assert client.config().values == cfg.values
 
 
