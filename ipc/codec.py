@@ -49,7 +49,14 @@ class _Envelope(msgspec.Struct, frozen=True):
     type: m.Name | None = None
 
 
+class _Patch(msgspec.Struct, frozen=True):
+    """What is searched for the number that a `CfgSet` was refused for, as msgspec names no key."""
+
+    patch: dict[str, bool | int | float | str | None]
+
+
 _envelope = msgspec.msgpack.Decoder(_Envelope)
+_patch = msgspec.msgpack.Decoder(_Patch)
 _command_tags = frozenset(
     info.tag
     for info in msgspec.inspect.type_info(m.Command).types  # type: ignore[attr-defined]
@@ -144,4 +151,17 @@ def _refused(body: bytes, error: Exception) -> BadMessage:
         return BadMessage("bad_message", f"not a command of protocol {m.PROTOCOL}: {error}")
     if envelope.type is not None and envelope.type not in _command_tags:
         return BadMessage("unknown_command", f"no command is named {envelope.type}", envelope.id or 0)
-    return BadMessage("bad_message", f"{envelope.type or 'message'}: {error}", envelope.id or 0)
+    why = (_wrong_number(body) if envelope.type == "cfg.set" else "") or str(error)
+    return BadMessage("bad_message", f"{envelope.type or 'message'}: {why}", envelope.id or 0)
+
+
+def _wrong_number(body: bytes) -> str:
+    """Which value of a patch is no finite number or too large a one; "" if none is."""
+    try:
+        patch = _patch.decode(body).patch
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return ""
+    for key, value in patch.items():
+        if isinstance(value, float) and not abs(value) <= m.MAX_FLOAT:
+            return f"{key}: {value} is not a finite number from -{m.MAX_FLOAT:g} to {m.MAX_FLOAT:g}"
+    return ""

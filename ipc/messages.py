@@ -33,7 +33,8 @@ Text = Annotated[str, Meta(max_length=4096)]
 LongText = Annotated[str, Meta(max_length=1 << 20)]
 Count = UInt
 
-Float = Annotated[float, Meta(ge=-1e18, le=1e18)]  # bounds refuse NaN and infinities too
+MAX_FLOAT = 1e18
+Float = Annotated[float, Meta(ge=-MAX_FLOAT, le=MAX_FLOAT)]  # bounds refuse NaN and infinities too
 LogProb = Annotated[float, Meta(le=0.001)]  # minus infinity is a value, NaN is not
 MAX_REASON = 1024  # characters
 Reason = Annotated[str, Meta(max_length=MAX_REASON)]
@@ -41,7 +42,7 @@ Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 KnobValue = (
     bool
     | Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)]
-    | Annotated[float, Meta(ge=-1e18, le=1e18)]
+    | Float
     | Annotated[str, Meta(max_length=1024)]
     | None
 )

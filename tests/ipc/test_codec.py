@@ -69,6 +69,26 @@ def test_no_number_that_is_not_finite_gets_in(value: float) -> None:
         assert caught.value.command_id == 1
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e19])
+def test_a_number_of_a_patch_that_is_refused_is_told_with_its_knob(value: float) -> None:
+    patch = {"policy": "fcfs", "kv_pool_gib": 1.5, "kv_host_gib": value, "swap_space_gib": -1e18}
+    command = {"type": "cfg.set", "id": 7, "expect_rev": 0, "patch": patch}
+    with pytest.raises(codec.BadMessage) as caught:
+        codec.decode_command([msgspec.msgpack.encode(command)])
+    assert caught.value.message == (
+        f"cfg.set: kv_host_gib: {value} is not a finite number from -1e+18 to 1e+18"
+    )
+    assert (caught.value.code, caught.value.command_id) == ("bad_message", 7)
+
+
+@pytest.mark.parametrize("patch", [{"a": 1 << 60}, {"a": [math.nan]}, {"a": "x" * 2000}, {}, 5])
+def test_other_faults_of_a_patch_are_told_as_they_were_found(patch: object) -> None:
+    command = {"type": "cfg.set", "id": 7, "expect_rev": 0, "patch": patch}
+    with pytest.raises(codec.BadMessage, match=r"^cfg.set: Expected .* - at `\$\.patch") as caught:
+        codec.decode_command([msgspec.msgpack.encode(command)])
+    assert caught.value.command_id == 7
+
+
 @pytest.mark.parametrize(("value", "bound"), [(1e-40, ">= 0.01"), (0.0099, ">= 0.01"), (100.1, "<= 100")])
 def test_a_repetition_penalty_that_scores_cannot_bear_is_refused_by_name(value: float, bound: str) -> None:
     """Scores that overflowed would be drawn from as if nothing was wrong."""
