@@ -129,7 +129,8 @@ def test_a_step_reads_the_bytes_of_its_precision() -> None:
     assert low.weight_bytes == pytest.approx(arithmetic("int8") + head + 4 * 256, rel=0.01)
     assert low.flops == plain.flops
     assert plain.kernels.startswith("linear=fp32")
-    assert low.kernels == "linear=int8:dequant-fp32gemm,activations=float32"
+    forms = {form.name for form in precision_forms("int8", CPU)}  # which is the fastest differs by machine
+    assert low.kernels in {f"linear=int8:{name},activations=float32" for name in forms}
     state = engine.core.state()
     assert (state.weight_dtype, state.weight_bytes) == ("int8", engine.core.runner.weight_bytes)
     assert state.original_bytes == engine.core.runner.original_bytes > 0
