@@ -41,6 +41,9 @@ class _Watched:
         self.starts, self.read_bytes, self.kernel = linear.starts, linear.read_bytes, linear.kernel
         self._linear, self._look, self._multiply = linear, look, multiply
 
+    def native(self, rows: int) -> None:
+        """Never: nobody would look."""
+
     def takes_codes(self, rows: int) -> bool:
         """Never: whoever looks wants the input itself."""
         return False

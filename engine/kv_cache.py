@@ -38,7 +38,7 @@ def kv_bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> 
     return spec.kv_bytes_per_token(dtype) * block_size
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class KVCache:
     """Keys and values of ``num_blocks * block_size`` tokens.
 

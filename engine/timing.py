@@ -7,7 +7,7 @@ queue there, so events go into the same queue and are read once the host has wai
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import torch
@@ -85,6 +85,14 @@ class PartTimer:
             return self._mark_event
         self._last = time.perf_counter()
         return self._mark_host
+
+    def add(self, seconds: Sequence[float]) -> None:
+        """What the parts of this pass took that somebody else has timed, in the order of `Part`.
+
+        On a CPU only. What lies between the last mark and now is of no part.
+        """
+        self._sums = [had + more for had, more in zip(self._sums, seconds, strict=True)]
+        self._last = time.perf_counter()
 
     def seconds(self, part: Part) -> float:
         """Of the last pass. Waits for the device to have finished it."""

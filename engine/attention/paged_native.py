@@ -19,6 +19,7 @@ from engine.attention.base import AttentionBackend, AttentionPlan, Ints, Needs, 
 from engine.kv_cache import KVCache
 from engine.models.spec import ModelSpec
 from engine.native import Kernels, kernels, unavailable
+from engine.native.kernels import address
 from engine.native.structs import AttentionItems, AttentionLayer
 
 ITEM_TOKENS = 32  # of a row whose keys are read once for all of them
@@ -46,20 +47,27 @@ class PagedAttention:
     def plan(self, rows: Rows, kv: KVCache, spec: ModelSpec, to_device: ToDevice) -> AttentionPlan:
         native = kernels()
         assert native is not None  # or `probe` gave the reason
-        return _Plan(native, rows, kv, spec)
+        return NativePlan(native, rows, kv, spec)
 
 
-class _Plan:
+class NativePlan:
+    """See `engine.attention.base.AttentionPlan`.
+
+    Whoever calls the library's attention by itself finds here what it is called with: where in memory it
+    lies, ``items``, and the window of each layer, int64, 0 for none.
+    """
+
     needs = Needs(scaled=False, new=False)
 
     def __init__(self, native: Kernels, rows: Rows, kv: KVCache, spec: ModelSpec) -> None:
         self._run = native.attention(kv.compute_dtype, kv.dtype)
         self._kv = kv
-        self._windows = [window or 0 for window in spec.layer_windows]
+        self.address = address(self._run)
+        self.windows = np.array([window or 0 for window in spec.layer_windows], dtype=np.int64)
         self._heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._indices = _items(rows)
         self._tables = np.ascontiguousarray(rows.tables)
-        self._items = AttentionItems(
+        self.items = AttentionItems(
             len(self._indices[0]),
             *(each.ctypes.data for each in self._indices),
             self._tables.ctypes.data,
@@ -77,7 +85,7 @@ class _Plan:
             k_scales = kv.quantizer.k_scale[layer].data_ptr()
             v_scales = kv.quantizer.v_scale[layer].data_ptr()
         self._run(
-            ctypes.byref(self._items),
+            ctypes.byref(self.items),
             ctypes.byref(
                 AttentionLayer(
                     q.data_ptr(),
@@ -90,7 +98,7 @@ class _Plan:
                     heads,
                     kv_heads,
                     head_dim,
-                    self._windows[layer],
+                    int(self.windows[layer]),
                     head_dim**-0.5,
                 )
             ),

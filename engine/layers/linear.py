@@ -28,7 +28,8 @@ from torch import Tensor
 from engine.layers.quantized import AnyRows
 from engine.memory import available_bytes
 from engine.native import forward_pass, kernels
-from engine.native.kernels import WEIGHT_DTYPES
+from engine.native.kernels import WEIGHT_DTYPES, Kernels
+from engine.native.panels import PanelProduct, Panels
 
 Apply = Callable[[Tensor], Tensor]
 AnyForm = TypeVar("AnyForm")
@@ -64,6 +65,10 @@ class LinearLayer(Protocol):
 
     def takes_codes(self, rows: int) -> bool:
         """Whether so many rows may come as `QuantizedRows`, and give the same as what those were made of."""
+        ...
+
+    def native(self, rows: int) -> PanelProduct | None:
+        """The product of so many rows as `engine.native` makes it, where it does."""
         ...
 
     def __call__(self, x: AnyRows) -> Tensor: ...
@@ -118,10 +123,20 @@ class Form:
 def _native(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Apply:
     native = kernels()
     assert native is not None  # or this form is no candidate
-    panels = native.pack(weight, bias)
-    if out_dtype == torch.float32:
-        return lambda x: native.linear(x, panels)
-    return lambda x: native.linear(x, panels).to(out_dtype)
+    return _Native(native, native.pack(weight, bias), out_dtype)
+
+
+class _Native:
+    """A product in the ``native`` layout."""
+
+    __slots__ = ("_native", "_out_dtype", "panels")
+
+    def __init__(self, native: Kernels, panels: Panels, out_dtype: torch.dtype) -> None:
+        self._native, self.panels, self._out_dtype = native, panels, out_dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._native.linear(x, self.panels)
+        return y if self._out_dtype == torch.float32 else y.to(self._out_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +205,11 @@ class Linear:
         rows = x.shape[0]
         return self._many(x) if rows >= len(self._by_rows) else self._by_rows[rows](x)
 
+    def native(self, rows: int) -> PanelProduct | None:
+        """The product of so many rows as `engine.native` makes it, where it does."""
+        apply = self._many if rows >= len(self._by_rows) else self._by_rows[rows]
+        return PanelProduct(apply.panels) if isinstance(apply, _Native) else None
+
     def takes_codes(self, rows: int) -> bool:
         """Never: the weight is in more than 8 bits."""
         return False
@@ -222,6 +242,9 @@ class JoinedLinear:
 
     def __call__(self, x: AnyRows) -> Tensor:
         return torch.cat([part(x) for part in self.parts], dim=1)
+
+    def native(self, rows: int) -> None:
+        """Never in one product."""
 
     def takes_codes(self, rows: int) -> bool:
         """Where all parts do."""

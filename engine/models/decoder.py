@@ -18,6 +18,7 @@ from engine.layers.linear import LinearLayer
 from engine.layers.mlp import GatedMLP
 from engine.layers.rope import RotaryTable
 from engine.models.linears import HEAD, PARTS, LinearMaker, LinearTable, Place, TakesCodes, WeightStore
+from engine.ops.native_stack import Stacks
 from engine.ops.plain import PLAIN
 from engine.timing import Part, PartTimer, no_mark
 
@@ -55,6 +56,7 @@ class Decoder:
         self.head = maker.as_loaded(HEAD)
         self.rotary = RotaryTable(spec.rope, max_len, store.device)
         self.ops = PLAIN
+        self._stacks = Stacks()
         self.finite: Tensor | None = None  # whether each of the last pass's tokens was, [tokens]
         self.timer: PartTimer | None = None  # times the parts of each forward pass while it is there
 
@@ -88,6 +90,7 @@ class Decoder:
 
     def set_linear(self, place: Place, linear: LinearLayer) -> None:
         """Put another linear layer of the same shape there. No pass may be under way."""
+        self._stacks.forget()
         if place == HEAD:
             self.head = linear
             return
@@ -98,6 +101,7 @@ class Decoder:
         """Another decoder with these linear layers, which shares everything else."""
         out = copy.copy(self)
         out.finite = out.timer = None
+        out._stacks = Stacks()
         out.layers = [replace(layer, mlp=copy.copy(layer.mlp)) for layer in self.layers]
         for place, linear in linears.items():
             out.set_linear(place, linear)
@@ -122,6 +126,15 @@ class Decoder:
         norm, gate, scaled = self.ops.norm, self.ops.gate, attention.needs.scaled
         mark = no_mark if self.timer is None else self.timer.begin()
         x = F.embedding(ids, self.embed).to(self.activation_dtype)  # new memory, which the layers add to
+        num_tokens = x.shape[0]
+        found = self._stacks.of(
+            self, attention, num_tokens, num_tokens if logit_rows is None else logit_rows.shape[0]
+        )
+        if found is not None:
+            stack, plan = found
+            mark(Part.OTHER)
+            logits, self.finite = stack.run(x, positions, slots, plan, kv, logit_rows, self.timer)
+            return logits
         store = self.ops.store.begin(
             self.rotary, positions, slots, kv, attention.needs, self.activation_dtype
         )

@@ -18,6 +18,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "parts.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -28,28 +29,6 @@ constexpr int64_t PAIR = 2 * WIDTH;
 constexpr int64_t FEW = 12;          // queries up to which preparing keys beforehand takes more than it saves
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 static_assert(TILE % WIDTH == 0, "scores of a tile are whole vectors");
-
-extern "C" {
-
-// Indices of one step. Item i is `counts[i]` new tokens, tokens [firsts[i], firsts[i] + counts[i]) of the step, of which
-// the first stands at `positions[i]` of a request whose blocks are the row `rows[i]` of `tables`.
-struct AttentionItems {
-    int64_t num_items;
-    const int64_t *firsts, *counts, *positions, *rows, *tables;
-    int64_t table_width, block_size;
-};
-
-// One layer. q [tokens, heads, head_dim] with q_row numbers from token to token, out [tokens, heads, head_dim]. k, v:
-// [slots, kv_heads, head_dim], stored numbers, which stand for themselves times their head's scale, if there is one.
-struct AttentionLayer {
-    const void *q, *k, *v;
-    void* out;
-    const float *k_scales, *v_scales;  // [kv_heads] or null
-    int64_t q_row, heads, kv_heads, head_dim;
-    int64_t window;  // how many keys a token sees, its own included; 0: all
-    float scale;     // of the scores
-};
-}
 
 namespace {
 

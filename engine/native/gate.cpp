@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "parts.h"
 #include "threads.h"
 #include "vectors.h"
 

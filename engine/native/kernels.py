@@ -58,6 +58,10 @@ class Kernels:
             dtypes: _declared(library, f"attention_{name}", [c_void_p, c_void_p, c_int])
             for dtypes, name in _ATTENTION.items()
         }
+        # A `Stack` and a `StackStep` by reference; threads.
+        self.run_stack = _declared(library, "stack_run", [c_void_p, c_void_p, c_int])
+        self.stack_scratch = library.stack_scratch
+        self.stack_scratch.restype, self.stack_scratch.argtypes = c_int64, [c_void_p, c_void_p]
         self.awake = _Awake(library)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Panels:
@@ -86,6 +90,10 @@ class Kernels:
             )
         return y if width == out else y[:, :out].contiguous()
 
+    def address_of_linear(self, weight: Panels) -> int:
+        """Where in memory the function lies that multiplies with such panels."""
+        return address(self._linear[weight.kind])
+
     def attention(self, compute: torch.dtype, held: torch.dtype) -> Function:
         """What attends with queries in ``compute`` to keys and values held in ``held``.
 
@@ -95,6 +103,13 @@ class Kernels:
         if function is None:
             raise ValueError(f"there is no attention in {compute} over keys and values in {held}")
         return function
+
+
+def address(function: Function) -> int:
+    """Where in memory a function of the library lies."""
+    found = ctypes.cast(function, c_void_p).value  # type: ignore[arg-type]  # what `_declared` gives is one
+    assert found is not None
+    return found
 
 
 class _Awake:

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "parts.h"
 #include "threads.h"
 #include "vectors.h"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,7 +23,7 @@ class Panels:
     panels; bias: float32 [width] or None. ``width`` is ``out``, filled up; ``held`` is all that is kept.
     """
 
-    __slots__ = ("held", "kind", "reference", "shape", "width")
+    __slots__ = ("address", "held", "kind", "reference", "shape", "width")
 
     def __init__(
         self,
@@ -46,11 +47,26 @@ class Panels:
         codes = codes.contiguous()
         self.held = (codes, *(part for part in parts if part is not None))
         at = [None if part is None else part.data_ptr() for part in parts]
-        self.reference = ctypes.byref(LinearWeight(codes.data_ptr(), *at, num_panels, shape[1], group))
+        struct = LinearWeight(codes.data_ptr(), *at, num_panels, shape[1], group)
+        self.reference, self.address = ctypes.byref(struct), ctypes.addressof(struct)
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelProduct:
+    """A linear layer whose product the library makes, ``x' @ weight.T + bias``.
+
+    x' is x with its input channels in the ``order`` (int64 [in]) of the panels', each times its one of
+    ``input_scales`` (float32 [in]); bias: float32 [out], beside one that the panels hold.
+    """
+
+    panels: Panels
+    order: Tensor | None = None
+    input_scales: Tensor | None = None
+    bias: Tensor | None = None
 
 
 def plain(weight: Tensor, bias: Tensor | None, panel: int) -> Panels:

@@ -5,32 +5,11 @@
 #include <cmath>
 #include <vector>
 
+#include "parts.h"
 #include "threads.h"
 #include "vectors.h"
 
 constexpr int64_t CHUNK_NUMBERS = 1 << 13;  // of the product; fewer are not worth a second thread
-
-extern "C" {
-
-enum StoredAs : int32_t { FLOAT32, BFLOAT16, INT8, E4M3_BYTES };
-
-// The tokens of one step. cos, sin [positions, rotary_dim], the first half of sin negated.
-struct QKVStep {
-    const int64_t *positions, *slots;
-    const float *cos, *sin;
-    int64_t tokens, heads, kv_heads, head_dim, rotary_dim;
-    int32_t product_as, queries_as, pool_as;
-};
-
-// One layer. qkv [tokens, heads + 2 * kv_heads, head_dim]; head_norm [heads + kv_heads, head_dim] as qkv is stored, or
-// null; factors [heads + 2 * kv_heads], what each head is multiplied by before it is written, or null.
-struct QKVLayer {
-    const void *qkv, *head_norm;
-    const float* factors;
-    void *q, *k, *v;  // q [tokens, heads, head_dim]; k, v: the pool's
-    float eps;
-};
-}
 
 static void take(int32_t kind, const void* from, int64_t at, float* to, int64_t size) {
     if (kind == FLOAT32) widen_row<Float32>(static_cast<const float*>(from) + at, to, size);

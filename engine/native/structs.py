@@ -52,3 +52,49 @@ class QKVLayer(ctypes.Structure):
         *((name, c_void_p) for name in ("qkv", "head_norm", "factors", "q", "k", "v")),
         ("eps", c_float),
     )
+
+
+class NativeProduct(ctypes.Structure):
+    """``Product`` in ``stack.cpp``: a linear layer."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("multiply", "weight", "order", "input_scales", "bias")),
+        ("out", c_int64),
+    )
+
+
+class StackLayer(ctypes.Structure):
+    """In ``stack.cpp``: the weights of one layer."""
+
+    _fields_ = (
+        *((name, NativeProduct) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "head_norm")),
+    )
+
+
+class StackPool(ctypes.Structure):
+    """In ``stack.cpp``: what one layer has in the pool."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("k", "v", "k_scales", "v_scales", "factors"))
+
+
+class Stack(ctypes.Structure):
+    """In ``stack.cpp``: all layers, and the head."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("layers", "norm")),
+        *((name, c_int64) for name in ("num_layers", "hidden", "intermediate")),
+        ("activations_as", c_int),
+        ("eps", c_float),
+        ("head", NativeProduct),
+    )
+
+
+class StackStep(ctypes.Structure):
+    """In ``stack.cpp``: one step."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "items", "attend", "pools", "windows", "x", "logit_rows")),
+        ("num_logits", c_int64),
+        *((name, c_void_p) for name in ("logits", "finite", "scratch", "seconds")),
+    )

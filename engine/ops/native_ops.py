@@ -20,7 +20,7 @@ from engine.models.spec import ModelSpec
 from engine.native import Kernels, kernels, unavailable
 from engine.native.kernels import STORED_AS
 from engine.native.structs import QKVLayer, QKVStep
-from engine.ops.base import AddNorm, Gate, StoreQKV, StoreStep
+from engine.ops.base import AddNorm, Gate, Ops, StoreQKV, StoreStep
 
 NAME = "native"
 
@@ -140,23 +140,9 @@ class _Step:
         kv_heads = k_pool.shape[1]
         heads = all_heads - 2 * kv_heads
         if self._step is None:
-            rotary, positions, slots = self._held
-            self._step = QKVStep(
-                positions.data_ptr(),
-                slots.data_ptr(),
-                rotary.cos.data_ptr(),
-                rotary.sin.data_ptr(),
-                tokens,
-                heads,
-                kv_heads,
-                head_dim,
-                rotary.rotary_dim,
-                STORED_AS[qkv.dtype],
-                STORED_AS[kv.compute_dtype],
-                STORED_AS[kv.dtype],
-            )
+            self._step = qkv_step(*self._held, kv, (tokens, heads, kv_heads), qkv.dtype)
         q = torch.empty((tokens, heads, head_dim), dtype=kv.compute_dtype)
-        factors = self._factors(layer, heads)
+        factors = head_factors(kv, layer, heads, scaled=self._needs.scaled)
         self._store(
             ctypes.byref(self._step),
             ctypes.byref(
@@ -177,13 +163,47 @@ class _Step:
         slots = self._held[2]
         return q, k_pool.index_select(0, slots), v_pool.index_select(0, slots)
 
-    def _factors(self, layer: int, heads: int) -> Tensor | None:
-        """float32 [heads + 2 * kv_heads], what each head is multiplied by before it is written."""
-        quantizer = self._kv.quantizer
-        if quantizer is None:
-            return None
-        before = quantizer.before[layer].flatten()
-        if not self._needs.scaled:
-            before = before.clone()
-            before[:heads] = 1.0
-        return before
+
+def qkv_step(
+    rotary: RotaryTable,
+    positions: Tensor,
+    slots: Tensor,
+    kv: KVCache,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> QKVStep:
+    """The tokens of one step, as the library is told of them. shape: tokens, heads, kv_heads. Keeps nothing.
+
+    dtype: of the product of queries, keys and values.
+    """
+    return QKVStep(
+        positions.data_ptr(),
+        slots.data_ptr(),
+        rotary.cos.data_ptr(),
+        rotary.sin.data_ptr(),
+        *shape,
+        kv.k[0].shape[2],
+        rotary.rotary_dim,
+        STORED_AS[dtype],
+        STORED_AS[kv.compute_dtype],
+        STORED_AS[kv.dtype],
+    )
+
+
+def head_factors(kv: KVCache, layer: int, heads: int, *, scaled: bool) -> Tensor | None:
+    """float32 [heads + 2 * kv_heads], what each head is multiplied by before it is written; None: nothing.
+
+    ``scaled``: queries too, as `engine.attention.base.Needs` says.
+    """
+    if kv.quantizer is None:
+        return None
+    before = kv.quantizer.before[layer].flatten()
+    if not scaled:
+        before = before.clone()
+        before[:heads] = 1.0
+    return before
+
+
+def are_native(ops: Ops) -> bool:
+    """Whether all of the parts are of this module."""
+    return isinstance(ops.norm, _AddNorm) and isinstance(ops.store, _StoreQKV) and isinstance(ops.gate, _Gate)

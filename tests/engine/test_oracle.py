@@ -11,6 +11,7 @@ import functools
 import itertools
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,8 +22,10 @@ from engine.knobs import KNOBS
 from engine.native import unavailable
 from engine.ops.choice import COMPILE, FUSED
 from engine.ops.compiled_ops import CompiledParts
+from engine.ops.native_stack import Stacks
 from ipc.messages import KnobValue, Sampling
 from tests.engine.core_harness import Engine, cannot_run
+from tests.engine.native_forms import only_native_forms
 from tests.engine.oracle import MODELS, NEW_TOKENS, Expected, demo, draft_model, tiny, told
 
 # --- combinations --------------------------------------------------------------------------------
@@ -338,6 +341,45 @@ def test_flipped_while_running(
     assert engine.heard.done[stopped].finish == "stop"
     if knob in EFFECTS:
         assert EFFECTS[knob](engine) == {False, True}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_layers_in_one_call(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass is one call where all parts are in C++. Each flip ends that, brings it back, or changes what is
+    given to it."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    only_native_forms(monkeypatch)
+    served, real = Counter[bool](), Stacks.of
+
+    def of(*given: Any) -> Any:
+        found = real(*given)
+        served[found is not None] += 1
+        return found
+
+    monkeypatch.setattr(Stacks, "of", of)
+    expected = tiny(architecture)
+    on = dict.fromkeys(FUSED, True)
+    engine = Engine(
+        expected.loaded, drafter=told(expected), prefill_chunk_tokens=16, spec_adaptive=False, **on
+    )
+    core = engine.core
+    flips: list[tuple[str, KnobValue, KnobValue]] = [
+        *((knob, True, False) for knob in FUSED),
+        ("attention", "auto", "sdpa"), ("forward_timing", False, True), ("block_size", 16, 1),
+        ("overlap", False, True), ("speculation", "off", "ngram"),
+    ]  # fmt: skip
+    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
+    rids = [engine.submit(prompt, sampling) for prompt in expected.prompts]
+    for step in itertools.count(1):
+        if not core.step() and not core.answers.live:
+            break
+        if core.answers.live:
+            flip(engine, *flips[(step - 1) // 2 % len(flips)])  # there, and with the next step back
+    expected.compare([engine.ids(rid) for rid in rids])
+    assert {apply.result for apply in engine.heard.applies} == {"ok"}
+    assert served[True] > 9
+    assert served[False] > 4
 
 
 LOSSY: list[tuple[str, KnobValue, KnobValue]] = [

@@ -21,6 +21,7 @@ from engine.layers.precision.measuring import PROBE_ROWS, measure
 from engine.layers.precision.product import ERRORS, Product, held_bytes
 from engine.layers.precision.weights import Kind, QuantizedWeight
 from engine.layers.quantized import AnyRows
+from engine.native.panels import PanelProduct
 
 SAME_LAYOUT_GAIN = 0.9  # a form that holds nothing more must take at most this part of the time
 EXTRA_LAYOUT_GAIN = 0.75  # and one that holds the weight a second time, this part
@@ -69,6 +70,10 @@ class QuantizedLinear:
     def __call__(self, x: AnyRows) -> Tensor:
         rows = x.shape[0]
         return self._many(x) if rows >= len(self._by_rows) else self._by_rows[rows](x)
+
+    def native(self, rows: int) -> PanelProduct | None:
+        """The product of so many rows as `engine.native` makes it, where it does."""
+        return self._product(rows).native
 
     def takes_codes(self, rows: int) -> bool:
         """Whether the form that serves so many rows takes them quantized. No rows are no launch."""

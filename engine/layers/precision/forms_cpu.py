@@ -135,7 +135,7 @@ def native(weight: QuantizedWeight, _: dict[str, Tensor]) -> Multiply:
         zeros = torch.full(weight.scales.shape, 8) if weight.zeros is None else weight.zeros
         codes = unpack_nibbles(weight.codes)
         held = panels.int4(codes, weight.scales, zeros, weight.group, found.panel_width)
-    return Multiply(lambda x: found.linear(x, held), held.held)
+    return Multiply(lambda x: found.linear(x, held), held.held, panels=held)
 
 
 _NATIVE = Offer("native", "kept", "native", native, refuses_native)

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.layers.precision.codes import E4M3_MAX
 from engine.layers.precision.weights import QuantizedWeight
 from engine.layers.quantized import AnyRows, QuantizedRows
+from engine.native.panels import PanelProduct, Panels
 
 Activations = Literal["kept", "bfloat16", "fp8"]
 # Bounds of |y - exact| / (|x| |w|), by what happens to x on the way.
@@ -24,11 +25,13 @@ class Multiply:
     """``apply(x)``: x [rows, in], rows >= 1, in the order of the codes, of any float dtype -> [rows, out].
 
     held: every tensor that is kept. of_codes: the same from x as ``apply`` would quantize it, where it does.
+    panels: what `engine.native` multiplies with, where it does.
     """
 
     apply: Callable[[Tensor], Tensor]
     held: tuple[Tensor, ...]
     of_codes: Callable[[QuantizedRows], Tensor] | None = None
+    panels: Panels | None = None
 
 
 Builder = Callable[[QuantizedWeight, dict[str, Tensor]], Multiply]
@@ -56,7 +59,9 @@ class Offer:
 class Product:
     """``y = x @ weight.T + bias``: puts x into the order and scale of the codes, y into its dtype."""
 
-    __slots__ = ("_apply", "_bias", "_input_scale", "_of_codes", "_order", "held", "out_dtype", "shape")
+    __slots__ = (
+        "_apply", "_bias", "_input_scale", "_of_codes", "_order", "_panels", "held", "out_dtype", "shape",
+    )  # fmt: skip
 
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype, multiply: Multiply
@@ -65,6 +70,7 @@ class Product:
         self.out_dtype = out_dtype
         self._apply = multiply.apply
         self._of_codes = multiply.of_codes
+        self._panels = multiply.panels
         self._order = weight.order
         self._input_scale = None if weight.input_scale is None else weight.input_scale.float()
         self._bias = None if bias is None else bias.to(device=weight.device, dtype=torch.float32)
@@ -75,6 +81,13 @@ class Product:
     def takes_codes(self) -> bool:
         """Whether x may come as `QuantizedRows`. They would have to be those of x in the codes' order."""
         return self._of_codes is not None and self._order is None and self._input_scale is None
+
+    @property
+    def native(self) -> PanelProduct | None:
+        """The same as `engine.native` makes it, where it does."""
+        if self._panels is None:
+            return None
+        return PanelProduct(self._panels, self._order, self._input_scale, self._bias)
 
     def __call__(self, x: AnyRows) -> Tensor:
         if isinstance(x, QuantizedRows):
