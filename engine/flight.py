@@ -25,15 +25,16 @@ class Flight:
     prepared: Prepared
     chosen: Chosen
     forward: Timer
+    vocab_size: int
 
     def feeds(self, prepared: Prepared) -> bool:
         """Whether a step may be launched right behind this one: the tokens that it lacks are chosen here.
 
-        Not where it takes the host to know what follows. Log-probabilities are made where logits are read.
-        Penalties are lists of the tokens that occurred, the newest among them. A draft brings nobody knows
-        how many tokens, on which positions and blocks of the next step depend, and the next draft follows the
-        newest one. Nor where one of the two steps takes part in no feeding, as its tokens are chosen by
-        torch's operations, or nothing of it can be captured (see `engine.graphs.switch`).
+        Not where it takes the host to know what follows. Penalties are lists of the tokens that occurred, the
+        newest among them. A draft brings nobody knows how many tokens, on which positions and blocks of the
+        next step depend, and the next draft follows the newest one. Nor where one of the two steps takes part
+        in no feeding, as its tokens are chosen by torch's operations, or nothing of it can be captured (see
+        `engine.graphs.switch`).
         """
         mine, other = self.prepared.way.direct, prepared.way.direct
         if mine is None or other is None or mine.forward is not other.forward:
@@ -56,12 +57,15 @@ class Flight:
         began = time.perf_counter()
         out = StepOutput.of(self.prepared.num_entries)
         with torch.inference_mode():
-            sampled = as_sampled(tokens.ids)
+            rows, drafts = batch.sampled_rows, batch.drafts
+            places = [row for row, draft in zip(rows, drafts, strict=True) for _ in range(len(draft) + 1)]
+            top = None if tokens.top is None else tokens.top.of(places, self.vocab_size)
+            sampled = as_sampled(tokens.ids, top)
             if tokens.accepted:
-                found = judge_drafts(sampled, batch.sampled_rows, batch.drafts, tokens.accepted, tokens.own)
+                found = judge_drafts(sampled, rows, drafts, tokens.accepted, tokens.own)
                 put_verified(found, batch, kv, out)
-            elif any(batch.drafts):
-                put_verified(match_drafts(sampled, batch.drafts), batch, kv, out)
+            elif any(drafts):
+                put_verified(match_drafts(sampled, drafts), batch, kv, out)
             else:
                 put_sampled(sampled, batch, kv, out)
             fail_nonfinite(tokens.finite, batch, kv, out)

@@ -423,7 +423,7 @@ class ModelRunner:
             forward = Timer(self.device)
             chosen = direct.forward.launch(prepared.batch, direct.choice, prepared.inputs, forward.start)
             forward.stop()
-        return Flight(prepared, chosen, forward)
+        return Flight(prepared, chosen, forward, self.spec.vocab_size)
 
     def _launch_replay(self, prepared: Prepared) -> Flight | None:
         """Replay a step with the choice of its tokens; None if it cannot be, then it has its inputs."""
@@ -440,7 +440,7 @@ class ModelRunner:
                 self._go_without(prepared)
                 return None
             forward.stop()
-        return Flight(prepared, chosen, forward)
+        return Flight(prepared, chosen, forward, self.spec.vocab_size)
 
     def execute(self, plan: Plan, copies: Sequence[Copy] = ()) -> StepOutput:
         """Prepare and compute a step in one go. A plan without requests only makes the copies."""

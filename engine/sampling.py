@@ -271,7 +271,7 @@ class Sampler:
         return ids
 
 
-def as_sampled(host: list[int], top: _Top | None = None) -> Sampled:
+def as_sampled(host: list[int], top: Top | None = None) -> Sampled:
     """What is told of ids on the host, -1 for a row whose logits were not finite."""
     bad = [token < 0 for token in host]
     logprobs: list[TokenLogprob | None] = [None] * len(host)
@@ -282,8 +282,8 @@ def as_sampled(host: list[int], top: _Top | None = None) -> Sampled:
 
 
 @dataclass(slots=True)
-class _Top:
-    """Log-probabilities of some rows, still on the device."""
+class Top:
+    """Log-probabilities of some rows, not read yet."""
 
     rows: list[int]
     counts: list[int]
@@ -306,14 +306,20 @@ class _Top:
         }
 
 
-def top_logprobs(logits: Tensor, ids: Tensor, requests: Sequence[SampledRequest]) -> _Top | None:
+def top_logprobs(logits: Tensor, ids: Tensor, requests: Sequence[SampledRequest]) -> Top | None:
     """Log-probabilities of ids [rows] and of the most likely ones, for requests that ask for them."""
-    rows = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None]
+    rows, counts = who_asks(requests, logits.shape[-1])
     if not rows:
         return None
-    counts = [min(requests[i].sampling.logprobs or 0, logits.shape[-1]) for i in rows]
     chosen = logits[rows]
     total = chosen.logsumexp(dim=-1, keepdim=True)
     values, top = chosen.topk(max(counts), dim=-1)
     picked = chosen.gather(1, ids[rows].unsqueeze(1)) - total
-    return _Top(rows, counts, picked.squeeze(1), values - total, top)
+    return Top(rows, counts, picked.squeeze(1), values - total, top)
+
+
+def who_asks(requests: Sequence[SampledRequest], vocab_size: int) -> tuple[list[int], list[int]]:
+    """Which requests ask for log-probabilities, and for those of how many likely tokens each."""
+    asked = [(i, request.sampling.logprobs) for i, request in enumerate(requests)]
+    found = [(i, min(count, vocab_size)) for i, count in asked if count is not None]
+    return [i for i, _ in found], [count for _, count in found]

@@ -21,6 +21,7 @@ PROTOCOL = 4
 MAX_PROMPT_CHARS = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_BLOCKS = 1 << 22
+MAX_LOGPROBS = 20  # most likely tokens that a request may ask for at each place
 
 Id = Annotated[int, Meta(ge=1, le=(1 << 53) - 1)]
 UInt = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]
@@ -73,7 +74,8 @@ class Sampling(_Struct, frozen=True, kw_only=True):
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     seed: Annotated[int, Meta(ge=0, le=(1 << 53) - 1)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # None: off; n: the chosen one and the top n
+    # None: off; n: that of the chosen token and of the n most likely ones.
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     max_tokens: Pos = 128
     min_tokens: UInt = 0
     ignore_eos: bool = False

@@ -27,7 +27,6 @@ REASONS = {
 }
 OUTSIDE = {
     "fused_sampling": N_("“Fused sampling” is off"),
-    "logprobs": N_("log-probabilities asked for"),
     "penalties": N_("penalties on long texts"),
     "min_tokens": N_("too many ends to hide"),
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.attention.base import Ints
 from engine.batch import Batch
+from engine.graphs.memory import Result
 from engine.graphs.rejecting import GraphRejection
 from engine.graphs.shapes import GraphShape, Kind
 from engine.knobs import MAX_SEQS
@@ -53,14 +54,16 @@ class GraphChooser:
     def shape_of(self, batch: Batch, shape: GraphShape) -> tuple[GraphShape, str]:
         """The shape that a step of that size is captured in; why, where it ends with the logits."""
         kind, why = self.kind_of(batch, shape.tokens)
-        drawn = kind != "logits" and any(map(is_drawn, batch.sampled_rows, batch.drafts))
-        return replace(shape, kind=kind, drawn=drawn), why
+        if kind == "logits":
+            return replace(shape, kind=kind), why
+        rows = batch.sampled_rows
+        drawn = any(map(is_drawn, rows, batch.drafts))
+        logprobs = any(row.sampling.logprobs is not None for row in rows)
+        return replace(shape, kind=kind, drawn=drawn, logprobs=logprobs), why
 
     def kind_of(self, batch: Batch, tokens: int) -> tuple[Kind, str]:
         """What has to be captured for a step in a shape of ``tokens`` tokens; why, where it is the logits."""
         rows, drafts = batch.sampled_rows, batch.drafts
-        if any(row.sampling.logprobs is not None for row in rows):
-            return "logits", "logprobs"
         places = [len(draft) + 1 for draft in drafts]
         counted = [
             count
@@ -118,18 +121,20 @@ class GraphChooser:
         logits: Tensor,
         words: Tensor,
         shape: GraphShape,
-        ids: Tensor,
+        result: Result,
         proposals: Tensor | None = None,
-        judged: Tensor | None = None,
     ) -> None:
-        """Choose ids int64 [tokens] from logits [tokens, vocab_size], which are changed; -1: not finite.
+        """Choose tokens from logits [tokens, vocab_size], which are changed; an id of -1: not finite.
 
-        words: what `fill` wrote, on the device. proposals, judged: see `GraphRejection.judge`, where drafts
-        were drawn. Launches only what depends on the shape.
+        words: what `fill` wrote, on the device. result: what comes of it, but for ``finite``. proposals: see
+        `GraphRejection.judge`, where drafts were drawn. Launches only what depends on the shape.
         """
+        ids = result.ids
         if self._padded is not None:
             logits.index_fill_(1, self._padded, float("-inf"))
         packed, slots, lists, drafts = torch.split(words, self._sizes(shape))
+        # Log-probabilities are those of the model's own logits.
+        own = logits.clone() if result.top is not None and shape.kind == "adjusted" else logits
         finite = None
         if shape.drawn or shape.kind == "adjusted":
             finite = logits.amax(dim=1).isfinite()
@@ -139,9 +144,13 @@ class GraphChooser:
             self._adjust(logits, lists, shape.tokens)
         self.fused.choose_packed(logits, packed.view(CHOICE_WORDS, shape.tokens), ids)
         if finite is not None:
-            if proposals is not None and judged is not None:
-                self._rejection.judge(logits, proposals, finite, drafts, shape, judged)
+            if proposals is not None:
+                self._rejection.judge(logits, proposals, finite, drafts, shape, result.judged)
+                if result.top is not None:
+                    self._rejection.settle(ids, result.judged, drafts, shape)
             ids.masked_fill_(~finite, -1)
+        if result.top is not None:
+            result.top.write(own, ids)
         if shape.feeds:  # -1 is no token: whoever gets that one fails, and what follows is of no use
             self._newest.index_copy_(0, slots, ids.clamp(min=0))
 

@@ -15,7 +15,7 @@ import torch
 from engine.batch import Batch
 from engine.graphs.choosing import GraphChooser, awaited
 from engine.graphs.driver import Driver
-from engine.graphs.memory import Chosen
+from engine.graphs.memory import Chosen, Result
 from engine.graphs.shapes import GraphShape
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
@@ -42,9 +42,8 @@ class DirectForward:
         """
         if any(batch.drafts):
             return None
-        count = len(batch.sampled)
-        kind, _ = self._chooser.kind_of(batch, count)
-        return None if kind == "logits" else DirectStep(self, GraphShape(count, 1, kind))
+        choice, _ = self._chooser.shape_of(batch, GraphShape(len(batch.sampled), 1))
+        return None if choice.kind == "logits" else DirectStep(self, choice)
 
     def launch(self, batch: Batch, choice: GraphShape, inputs: Inputs, begins: Callable[[], None]) -> Chosen:
         """Compute a step and choose its tokens; the host waits for nothing.
@@ -54,7 +53,8 @@ class DirectForward:
         """
         tokens, count = len(batch.ids), choice.tokens
         host, result = (
-            self._driver.host(n) for n in (tokens + self._chooser.num_words(choice), count + tokens)
+            self._driver.host(n)
+            for n in (tokens + self._chooser.num_words(choice), Result.num_words(choice, tokens))
         )
         words = host.numpy()
         words[:tokens] = batch.ids
@@ -62,7 +62,7 @@ class DirectForward:
             words[at] = awaited(request.slot)
         self._chooser.fill(words[tokens:], choice, batch)
         device, chosen = (torch.empty_like(each, device=self._kv.device) for each in (host, result))
-        chooser, decoder = self._chooser, self._decoder
+        chooser, decoder, out = self._chooser, self._decoder, Result.of(chosen, choice, tokens)
 
         def body() -> None:
             known = chooser.feed(device[:tokens], choice)
@@ -71,15 +71,15 @@ class DirectForward:
                     known, inputs.positions, inputs.slots, inputs.attention, self._kv, inputs.wanted
                 )
             assert decoder.finite is not None
-            chosen[count:].copy_(decoder.finite)
+            out.finite.copy_(decoder.finite)
             if count:
-                chooser.choose(logits, device[tokens:], choice, chosen[:count])
+                chooser.choose(logits, device[tokens:], choice, out)
 
         begins()
         self._driver.send(host, device)
         self._driver.run(body)
         arrival = self._driver.fetch(chosen, result)
-        return Chosen(arrival, result[:count], result[count:], result.new_empty(2, 0))
+        return Chosen(arrival, Result.of(result, choice, tokens), count, tokens)
 
 
 @dataclass(frozen=True, slots=True)

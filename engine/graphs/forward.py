@@ -19,7 +19,7 @@ from engine.batch import Batch
 from engine.graphs.choosing import GraphChooser, awaited
 from engine.graphs.direct import DirectForward
 from engine.graphs.driver import Captured, Driver
-from engine.graphs.memory import Chosen, SharedRows, result_words, split_result
+from engine.graphs.memory import Chosen, Result, SharedRows
 from engine.graphs.rejecting import place_proposals
 from engine.graphs.shapes import ROWS, GraphShape, Kind, shape_of
 from engine.kv_cache import KVCache
@@ -64,7 +64,7 @@ class _Entry:
     shape: GraphShape
     hosts: list[Tensor]  # int64 words: ids, positions, slots, then what choosing and attention pack
     device: Tensor  # the same on the device
-    chosen: Tensor  # int64: ids, whether each token was finite, and what drafts were found to be
+    chosen: Tensor  # int64: see `Result`
     results: list[Tensor]  # the same on the host
     split: int  # where in the words that begins which belongs to attention
     turn: int = 0
@@ -168,7 +168,7 @@ class GraphedForward:
             return None
         self.counts.logits[step.outside] += 1
         assert entry.logits is not None
-        self._decoder.finite = split_result(entry.chosen, entry.shape)[1][: len(batch.ids)].bool()
+        self._decoder.finite = Result.of(entry.chosen, entry.shape).finite[: len(batch.ids)].bool()
         return entry.logits[: len(batch.ids)]
 
     def choose(self, batch: Batch, step: GraphStep, begins: Callable[[], None]) -> Chosen | None:
@@ -181,8 +181,7 @@ class GraphedForward:
             return None
         result = entry.results[entry.turn]
         arrival, count = self._driver.fetch(entry.chosen, result), len(batch.ids)
-        ids, finite, judged = split_result(result, entry.shape)
-        return Chosen(arrival, ids[:count], finite[:count], judged)
+        return Chosen(arrival, Result.of(result, entry.shape), count, count)
 
     def _replay(self, batch: Batch, shape: GraphShape, begins: Callable[[], None]) -> _Entry | None:
         entry = self._entries.get(shape) or self._capture(shape)
@@ -213,8 +212,12 @@ class GraphedForward:
         return self.nbytes + more < self._budget
 
     def _working_bytes(self, shape: GraphShape) -> int:
-        """What its logits take in memory that graphs share: in 16 bits, in float32, and as probabilities."""
-        return shape.tokens * (6 + 4 * shape.drawn) * self._spec.vocab_size
+        """What its logits take in memory that graphs share: in 16 bits, in float32, and as probabilities.
+
+        With log-probabilities, also as they are before penalties and, twice, on the way to their sum.
+        """
+        copies = 1 + shape.drawn + shape.logprobs * (2 + (shape.kind == "adjusted"))
+        return shape.tokens * (2 + 4 * copies) * self._spec.vocab_size
 
     def warm_up(self, max_rows: int, told: Callable[[int, int], None]) -> None:
         """Run what graphs of decoding steps will hold, the largest first, up to ``max_rows`` requests.
@@ -243,7 +246,7 @@ class GraphedForward:
         split = 3 * shape.tokens + (0 if self._chooser is None else self._chooser.num_words(shape))
         hosts, results = (
             [self._driver.host(words) for _ in range(BUFFERS)]
-            for words in (split + len(packed), result_words(shape))
+            for words in (split + len(packed), Result.num_words(shape))
         )
         device, chosen = (torch.zeros_like(each[0], device=self._kv.device) for each in (hosts, results))
         entry = _Entry(shape, hosts, device, chosen, results, split)
@@ -278,7 +281,7 @@ class GraphedForward:
         """The forward pass of a shape over its static memory, and the choice of tokens."""
         ids, positions, slots, choice, packed = entry.parts
         chooser, shape = self._chooser, entry.shape
-        chosen, finite_too, judged = split_result(entry.chosen, shape)
+        result = Result.of(entry.chosen, shape)
         if shape.kind == "logits":
             entry.logits = self._take(self._logits, shape.tokens)
         if shape.drawn:
@@ -290,12 +293,12 @@ class GraphedForward:
             logits = self._decoder.forward(known, positions, slots, entry.plan, self._kv, None)
             finite = self._decoder.finite
             assert finite is not None
-            finite_too.copy_(finite)
+            result.finite.copy_(finite)
             if entry.logits is not None:
                 entry.logits.copy_(logits)
                 return
             assert chooser is not None  # else there are no such shapes
-            chooser.choose(logits, choice, shape, chosen, entry.proposals, judged)
+            chooser.choose(logits, choice, shape, result, entry.proposals)
 
         return body
 

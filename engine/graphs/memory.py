@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.graphs.driver import Arrival
+from engine.graphs.logprobs import TopWords
 from engine.graphs.shapes import GraphShape
 
 
@@ -17,13 +18,14 @@ class Tokens:
 
     ``ids``: one for each place that logits were wanted of, -1 where they were not finite. finite: bool
     [tokens], of every token. Where drafts were drawn, how many tokens of each request's stay, and what
-    follows these.
+    follows these. top: of each place, where any row asks for log-probabilities.
     """
 
     ids: list[int]
     finite: Tensor
     accepted: list[int]
     own: list[int]
+    top: TopWords | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +33,17 @@ class Chosen:
     """The tokens of a launched step, on their way to the host: see `Tokens`."""
 
     arrival: Arrival
-    ids: Tensor
-    finite: Tensor
-    judged: Tensor  # [2, requests], of drafts that were drawn
+    result: Result
+    num_places: int
+    num_tokens: int
 
     def read(self) -> Tokens:
         """Waits for them. They have to be read before the step after next is launched."""
         self.arrival.wait()
-        accepted, own = self.judged.tolist()
-        return Tokens(self.ids.tolist(), self.finite.bool(), accepted, own)
+        result = self.result
+        accepted, own = result.judged.tolist()
+        ids, finite = result.ids[: self.num_places].tolist(), result.finite[: self.num_tokens].bool()
+        return Tokens(ids, finite, accepted, own, result.top)
 
 
 class SharedRows:
@@ -66,17 +70,35 @@ class SharedRows:
         return 1 << (rows - 1).bit_length()  # so that growing shapes share a few
 
 
-def result_words(shape: GraphShape) -> int:
-    """Words of 64 bits that come out of a step: see `split_result`."""
-    return 2 * shape.tokens + (2 * shape.rows if shape.drawn else 0)
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What comes out of a step: views of int64 words that come to the host as they are.
 
-
-def split_result(words: Tensor, shape: GraphShape) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids [tokens], whether each token was finite [tokens], and what drafts were found to be, [2, rows].
-
-    The latter is [2, 0] where no drafts were drawn.
+    ids: [places], one for each place that logits are wanted of. finite: of each token of the step. judged:
+    [2, rows], how many tokens of each drawn draft stay and what follows them, [2, 0] where none was drawn.
     """
-    ids, finite, judged = torch.split(
-        words, [shape.tokens, shape.tokens, result_words(shape) - 2 * shape.tokens]
-    )
-    return ids, finite, judged.view(2, -1) if shape.drawn else judged.new_empty(2, 0)
+
+    ids: Tensor
+    finite: Tensor
+    judged: Tensor
+    top: TopWords | None
+
+    @staticmethod
+    def num_words(shape: GraphShape, num_tokens: int | None = None) -> int:
+        """How many words it takes. num_tokens: of the step, if not as many as places in its shape."""
+        return sum(_result_sizes(shape, num_tokens))
+
+    @classmethod
+    def of(cls, words: Tensor, shape: GraphShape, num_tokens: int | None = None) -> Result:
+        """Its parts in ``words``."""
+        ids, finite, judged, top = torch.split(words, _result_sizes(shape, num_tokens))
+        return cls(ids, finite, judged.view(2, -1), TopWords(top, shape.tokens) if shape.logprobs else None)
+
+
+def _result_sizes(shape: GraphShape, num_tokens: int | None) -> list[int]:
+    return [
+        shape.tokens,
+        shape.tokens if num_tokens is None else num_tokens,
+        2 * shape.rows if shape.drawn else 0,
+        TopWords.size(shape.tokens) if shape.logprobs else 0,
+    ]

@@ -78,6 +78,22 @@ class GraphRejection:
         )  # fmt: skip
         judged[0].copy_(accepted)
 
+    def settle(self, ids: Tensor, judged: Tensor, words: Tensor, shape: GraphShape) -> None:
+        """Write what stands at each place of a drawn draft to ids int64 [tokens], as `judge` has found it.
+
+        At places behind its end anything may stand. Launches only what depends on the shape.
+        """
+        _, tokens, _, _, cu = torch.split(words, _sizes(shape))
+        begins = cu.view(torch.int32)[: shape.rows + 1].long()
+        numbers = torch.arange(shape.tokens, device=ids.device)
+        firsts = begins[:-1] + numbers[: shape.rows]  # places of each request
+        row = torch.searchsorted(firsts, numbers, right=True) - 1
+        at, last = numbers - firsts[row], shape.tokens - 1
+        drafted = tokens[(begins[row] + at).clamp(max=last)]
+        drawn = (tokens[begins[row].clamp(max=last)] >= 0) & (begins[row] < begins[row + 1])
+        accepted, own = judged[0][row], judged[1][row]
+        ids.copy_(ids.where(~drawn, drafted.where(at < accepted, own)))
+
 
 def place_proposals(batch: Batch) -> Iterator[tuple[int, Tensor]]:
     """The rows from which on drafts' probabilities belong, one after the other: (row, float32 [some, n])."""

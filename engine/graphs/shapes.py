@@ -22,13 +22,15 @@ _NAMES: dict[Kind, str] = {"logits": "", "tokens": "+sample", "adjusted": "+pena
 class GraphShape:
     """Up to ``rows`` requests of up to ``queries`` new tokens each.
 
-    ``drawn``: where tokens are chosen, drafts are held against the probabilities that they were drawn from.
+    Where tokens are chosen: ``drawn``, drafts are held against the probabilities that they were drawn from;
+    ``logprobs``, log-probabilities are made too.
     """
 
     rows: int
     queries: int
     kind: Kind = "logits"
     drawn: bool = False
+    logprobs: bool = False
 
     @property
     def feeds(self) -> bool:
@@ -41,7 +43,8 @@ class GraphShape:
         return self.rows * self.queries
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.queries}{_NAMES[self.kind]}{'+rejection' if self.drawn else ''}"
+        rest = "+rejection" * self.drawn + "+logprobs" * self.logprobs
+        return f"{self.rows}x{self.queries}{_NAMES[self.kind]}{rest}"
 
 
 def shape_of(batch: Batch, max_blocks: int) -> GraphShape | str:

@@ -33,6 +33,7 @@ from ipc.messages import (
     Sampling,
     StepRow,
     StepRows,
+    TokenLogprob,
     Tokens,
 )
 from tests import tiny_models
@@ -182,6 +183,11 @@ class Engine:
             assert tokens.index == len(ids), "a gap or a repeat in the stream"
             ids += tokens.ids
         return ids
+
+    def logprobs(self, rid: int) -> list[TokenLogprob]:
+        """Log-probabilities that a request has got, from the stream or from the end."""
+        events = [*self.heard.tokens[rid], self.heard.done[rid]]
+        return [each for event in events for each in event.logprobs or []]
 
     def text(self, rid: int) -> str:
         return "".join(t.text for t in self.heard.tokens[rid]) + self.heard.done[rid].text

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from engine.ops.base import Ops, StoreStep
 from engine.ops.plain import PLAIN
 from engine.penalties import Occurrences, penalize
 from engine.sampling import GREEDY_BELOW
-from ipc.messages import Sampling
+from ipc.messages import Sampling, TokenLogprob
 
 GRAPH_BYTES = 1 << 20
 
@@ -287,3 +288,14 @@ class TorchSampling(GreedySampling):
         values = torch.where(values > 0, values / repetition, values * repetition)
         off = frequency * count + torch.where(count > 0, presence, 0.0)
         scores[row_of, token_of] = values - off
+
+
+def agree(found: Sequence[TokenLogprob | None], wanted: Sequence[TokenLogprob | None]) -> None:
+    """The same tokens, in this order, with the same numbers but for rounding."""
+    for one, other in zip(found, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert one.token == other.token
+            assert [each.token for each in one.top] == [each.token for each in other.top]
+            numbers = [[each.logprob, *(top.logprob for top in each.top)] for each in (one, other)]
+            assert numbers[0] == pytest.approx(numbers[1], abs=1e-5)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.graphs import switch
-from ipc.messages import Sampling
+from ipc.messages import Sampling, TokenLogprob
 from tests.engine.core_harness import Engine
-from tests.engine.graphs.fakes import FakeDriver, TorchSampling
+from tests.engine.graphs.fakes import FakeDriver, TorchSampling, agree
 from tests.engine.graphs.test_feeding import ahead, feeding
 from tests.engine.oracle import tiny
 
@@ -30,7 +30,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"ignore_eos": True, "logprobs": 1},
     {"ignore_eos": True, "max_tokens": 2},
 ]
-LOGPROBS = 6  # of them
 
 
 @contextmanager
@@ -49,8 +48,9 @@ def sampling(which: int) -> Sampling:
 
 
 @functools.cache
-def alone(prompt: int, which: int) -> tuple[list[int], str, str]:
-    """What a request gets by itself, step by step, without graphs: ids, text and how it ends."""
+def alone(prompt: int, which: int) -> tuple[list[int], str, str, list[TokenLogprob]]:
+    """What a request gets by itself, step by step, without graphs: ids, text, how it ends, and
+    log-probabilities."""
     with graphs() as driver:
         driver.lazy = False
         engine = feeding(TorchSampling, overlap=False)
@@ -59,7 +59,7 @@ def alone(prompt: int, which: int) -> tuple[list[int], str, str]:
         engine.run()
         finish = engine.heard.done[rid].finish
         assert finish is not None
-        return engine.ids(rid), engine.text(rid), finish
+        return engine.ids(rid), engine.text(rid), finish, engine.logprobs(rid)
 
 
 acts = st.one_of(
@@ -80,11 +80,10 @@ def test_no_token_is_wrong_lost_or_doubled(
     happens: list[tuple[str, int, int]], preemption: str, prefix_cache: bool, chunk: int
 ) -> None:
     """A01, A08, A11: requests of all kinds over a pool too small for them, cancels, forced preemptions, stop
-    ids and strings: each ends once, with the text that it has alone as far as it came, and the ledger is
-    clean. How far strings were looked for depends on the time, never what was said before."""
+    ids and strings, log-probabilities and penalties: each ends once, with the text that it has alone as far
+    as it came, and the ledger is clean. How far strings were looked for depends on the time, never what was
+    said before."""
     with graphs() as driver:
-        # Logits are read where the host chooses tokens from them, without the driver being asked.
-        driver.lazy = not any(act == "submit" and which == LOGPROBS for act, _, which in happens)
         engine = feeding(
             TorchSampling, pool_tokens=288, swap_space_gib=0.001, preemption=preemption,
             prefix_cache=prefix_cache, prefill_chunk_tokens=chunk, max_num_batched_tokens=max(chunk, 64),
@@ -116,8 +115,9 @@ def _check(engine: Engine, happens: list[tuple[str, int, int]]) -> None:
     engine.run()
     assert set(engine.heard.done) == set(sent)
     for rid, (prompt, which) in sent.items():
-        want, text, finish = alone(prompt, which)
+        want, text, finish, logprobs = alone(prompt, which)
         found = engine.ids(rid)
+        agree(engine.logprobs(rid), logprobs[: len(found)])
         if rid in gone:
             assert found == want[: len(found)]
         else:
@@ -132,7 +132,7 @@ def test_most_steps_of_such_a_run_are_fed(monkeypatch: pytest.MonkeyPatch) -> No
     with graphs():
         engine = feeding(TorchSampling)
         found = ahead(engine, monkeypatch)
-        for i, which in enumerate((0, 1, 2, 4)):
+        for i, which in enumerate((0, 1, 2, 6)):
             engine.submit(tiny("llama").prompts[i], sampling(which))
         engine.run()
         engine.core.pipeline.stop()

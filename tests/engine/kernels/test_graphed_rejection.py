@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.graphs import choosing, switch
 from engine.graphs.choosing import GraphChooser
-from engine.graphs.memory import result_words, split_result
+from engine.graphs.memory import Result
 from engine.graphs.rejecting import place_proposals
 from engine.graphs.shapes import GraphShape
 from engine.ops.triton_sampling import TritonSampling
@@ -22,8 +23,8 @@ from engine.speculation.verify import Verified, judge_drafts
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine
 from tests.engine.driving import CPU
-from tests.engine.graphs.fakes import CAPTURABLE, FakeDriver, StaticAttention
-from tests.engine.kernels.test_graphed_sampling import VOCAB, batch_of, logits, sampler
+from tests.engine.graphs.fakes import CAPTURABLE, FakeDriver, StaticAttention, agree
+from tests.engine.kernels.test_graphed_sampling import VOCAB, batch_of, logits, places_of, sampler
 from tests.engine.oracle import draft_model, tiny
 
 DRAWN = Sampling(temperature=1.0, seed=3)
@@ -74,12 +75,11 @@ def judged_inside(batch: Batch, scores: Tensor, shape: GraphShape) -> list[Verif
     proposals = torch.full((shape.tokens, VOCAB), float("nan"))
     for at, probs in place_proposals(batch):
         proposals[at : at + len(probs)] = probs
-    result = torch.full((result_words(shape),), -7)
-    ids, _, judged = split_result(result, shape)
-    chooser.choose(whole, torch.from_numpy(words), shape, ids, proposals, judged)
-    return judge_drafts(
-        as_sampled(ids[: len(scores)].tolist()), batch.sampled_rows, batch.drafts, *judged.tolist()
-    )
+    result = Result.of(torch.full((Result.num_words(shape),), -7), shape)
+    chooser.choose(whole, torch.from_numpy(words), shape, result, proposals)
+    ids, places = result.ids[: len(scores)].tolist(), places_of(batch)
+    top = None if result.top is None else result.top.of(places, VOCAB)
+    return judge_drafts(as_sampled(ids, top), batch.sampled_rows, batch.drafts, *result.judged.tolist())
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("tokens", SETTINGS), ("adjusted", ADJUSTED)])
@@ -98,6 +98,21 @@ def test_drawn_drafts_are_judged_as_outside(kind: str, settings: list[Sampling])
     assert any(kept), "nothing was accepted"
     assert any(n < len(draft) for n, draft in zip(kept, made, strict=True)), "nothing was refused"
     assert any(found.nonfinite or found.nonfinite_beyond for found in inside)
+
+
+def test_log_probabilities_are_of_the_tokens_that_stand() -> None:
+    """A19: of those that stay of a drawn draft and of the one that follows, of a matched one, and with
+    penalties of the model's own logits."""
+    settings = [msgspec.structs.replace(each, logprobs=2) for each in ADJUSTED]
+    scores = logits(sum(len(d) + 1 for d in drafts(settings, logits(40))))
+    made = drafts(settings, scores)
+    batch = batch_of(settings, made)
+    inside = judged_inside(batch, scores, GraphShape(8, 3, "adjusted", drawn=True, logprobs=True))
+    outside = sampler().verify(scores, batch.sampled_rows, batch.drafts)
+    assert [each.token_ids for each in inside] == [each.token_ids for each in outside]
+    assert len({each.accepted for each in inside}) > 1
+    for mine, other in zip(inside, outside, strict=True):
+        agree(mine.logprobs, other.logprobs)
 
 
 def test_a_draft_like_the_target_stays_whole() -> None:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, BatchBuilder
+from engine.batch import Batch, BatchBuilder, SampledRow
 from engine.graphs import choosing, switch
 from engine.graphs.choosing import COUNTED, ENDS, GraphChooser
+from engine.graphs.memory import Result
 from engine.graphs.shapes import GraphShape
 from engine.ops.triton_sampling import TritonSampling
 from engine.plan import ScheduledRequest
 from engine.request import Request
+from engine.sampling import Sampled, as_sampled
 from engine.speculation.base import NO_DRAFT, Draft
 from engine.speculation.verify import DraftSampler
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine
 from tests.engine.driving import CPU
-from tests.engine.graphs.fakes import CAPTURABLE, FakeDriver, StaticAttention
+from tests.engine.graphs.fakes import CAPTURABLE, FakeDriver, StaticAttention, agree
 from tests.engine.oracle import tiny, told
 
 VOCAB = 300
@@ -70,19 +74,26 @@ def sampler() -> DraftSampler:
     return made
 
 
-def chosen_inside(batch: Batch, scores: Tensor, shape: GraphShape, padded: Tensor | None) -> list[int]:
-    """Ids of a step as a graph of ``shape`` chooses them, its words full of another step's before."""
+def places_of(batch: Batch) -> list[SampledRow]:
+    """The request of each place that logits are wanted of."""
+    both = zip(batch.sampled_rows, batch.drafts, strict=True)
+    return [row for row, draft in both for _ in range(len(draft) + 1)]
+
+
+def chosen_inside(batch: Batch, scores: Tensor, shape: GraphShape, padded: Tensor | None) -> Sampled:
+    """What a graph of ``shape`` chooses of a step, its words full of another step's before."""
     made = sampler()
     assert made.fused is not None
     chooser = GraphChooser(made, made.fused, padded, CPU)
-    assert chooser.kind_of(batch, shape.tokens) == (shape.kind, "")
+    assert chooser.shape_of(batch, GraphShape(shape.rows, shape.queries)) == (shape, "")
     words = np.full(chooser.num_words(shape), 7 << 32 | 7, dtype=np.int64)  # both halves
     chooser.fill(words, shape, batch)
     whole = torch.full((shape.tokens, VOCAB), float("nan"))
     whole[: len(scores)] = scores
-    ids = torch.full((shape.tokens,), -7)
-    chooser.choose(whole, torch.from_numpy(words), shape, ids)
-    return ids[: len(scores)].tolist()
+    result = Result.of(torch.full((Result.num_words(shape),), -7), shape)
+    chooser.choose(whole, torch.from_numpy(words), shape, result)
+    top = None if result.top is None else result.top.of(places_of(batch), VOCAB)
+    return as_sampled(result.ids[: len(scores)].tolist(), top)
 
 
 @pytest.mark.parametrize("kind", ["tokens", "adjusted"])
@@ -94,12 +105,12 @@ def test_every_setting_gives_what_it_gives_outside(kind: str) -> None:
     scores[-2, 40], scores[-1, 3] = float("nan"), float("inf")
     padded = torch.tensor([8]) if kind == "tokens" else None
     shape = GraphShape(16, 1, kind)  # type: ignore[arg-type]
-    inside = chosen_inside(batch, scores, shape, padded)
+    inside = chosen_inside(batch, scores, shape, padded).token_ids
     if padded is not None:
         scores.index_fill_(1, padded, float("-inf"))
     outside = sampler().sample(scores, batch.sampled_rows)
-    assert inside == [-1 if token is None else token for token in outside.token_ids]
-    assert inside[-2:] == [-1, -1]
+    assert inside == outside.token_ids
+    assert inside[-2:] == [None, None]
     assert len(set(inside)) > 3
 
 
@@ -111,7 +122,7 @@ def test_a_row_alone_takes_nothing_from_the_step_before(setting: Sampling) -> No
     scores[0, 3] += 4.0 * bool(setting.min_tokens)
     outside = sampler().sample(scores.clone(), batch.sampled_rows)
     assert outside.token_ids != [int(scores.argmax())]
-    assert chosen_inside(batch, scores, GraphShape(1, 1, "adjusted"), None) == outside.token_ids
+    assert chosen_inside(batch, scores, GraphShape(1, 1, "adjusted"), None).token_ids == outside.token_ids
 
 
 def test_each_place_of_a_draft_is_chosen_as_outside() -> None:
@@ -119,7 +130,7 @@ def test_each_place_of_a_draft_is_chosen_as_outside() -> None:
     drafts = [Draft([8, 9, 3][: i % 4]) for i in range(len(ADJUSTED))]
     batch = batch_of(ADJUSTED, drafts)
     scores = logits(len(batch.ids))
-    inside = chosen_inside(batch, scores, GraphShape(8, 5, "adjusted"), None)
+    inside = chosen_inside(batch, scores, GraphShape(8, 5, "adjusted"), None).token_ids
     found = sampler().verify(scores, batch.sampled_rows, batch.drafts)
     first = 0
     for each, draft in zip(found, batch.drafts, strict=True):
@@ -127,11 +138,46 @@ def test_each_place_of_a_draft_is_chosen_as_outside() -> None:
         first += len(draft) + 1
 
 
+@pytest.mark.parametrize("kind", ["tokens", "adjusted"])
+def test_log_probabilities_are_those_made_outside(kind: str) -> None:
+    """A07: of the model's own logits, whatever penalties change; each row gets as many as it asks for, be it
+    none but the chosen one's, and who asks for none, or is not finite, gets none."""
+    settings = 2 * PLAIN if kind == "tokens" else ADJUSTED
+    asked = [None, 0, 1, 5, 20]
+    batch = batch_of([msgspec.structs.replace(s, logprobs=asked[i % 5]) for i, s in enumerate(settings)])
+    scores = logits(len(settings))
+    scores[2, 40] = float("nan")
+    padded = torch.tensor([200, 201])
+    shape = GraphShape(16, 1, kind, logprobs=True)  # type: ignore[arg-type]
+    inside = chosen_inside(batch, scores, shape, padded)
+    outside = sampler().sample(scores.index_fill(1, padded, float("-inf")), batch.sampled_rows)
+    assert inside.token_ids == outside.token_ids
+    agree(inside.logprobs, outside.logprobs)
+    told = [None if each is None else len(each.top) for each in inside.logprobs]
+    assert told[:6] == [None, 0, None, 5, 20, None]
+
+
+def test_log_probabilities_of_each_place_of_a_draft() -> None:
+    """A19: where drafts are matched."""
+    drafts = [Draft([8, 9, 3][: i % 4]) for i in range(len(ADJUSTED))]
+    batch = batch_of([msgspec.structs.replace(each, logprobs=2) for each in ADJUSTED], drafts)
+    scores = logits(len(batch.ids))
+    inside = chosen_inside(batch, scores, GraphShape(8, 5, "adjusted", logprobs=True), None)
+    found = sampler().verify(scores, batch.sampled_rows, batch.drafts)
+    first = 0
+    for each, draft in zip(found, batch.drafts, strict=True):
+        agree(inside.logprobs[first : first + each.accepted + 1], each.logprobs)
+        first += len(draft) + 1
+
+
 @pytest.mark.parametrize(("changes", "why"), [
-    ({"logprobs": 0}, "logprobs"),
+    ({"presence_penalty": 1.0}, "penalties"),
     ({"min_tokens": 9, "stop_token_ids": list(range(ENDS))}, "min_tokens"),
 ])  # fmt: skip
-def test_what_has_no_room_or_kernel_is_chosen_outside(changes: dict[str, object], why: str) -> None:
+def test_what_has_no_room_is_chosen_outside(
+    changes: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "MOST_COUNTED", 7)
     made = sampler()
     assert made.fused is not None
     batch = batch_of([Sampling(**changes)])  # type: ignore[arg-type]
@@ -146,11 +192,11 @@ def test_drawn_drafts_have_shapes_of_their_own_and_long_lists_are_judged_outside
     assert made.fused is not None
     chooser = GraphChooser(made, made.fused, None, CPU)
     drawn = Draft([8], torch.full((1, VOCAB), 1 / VOCAB))
-    shape = GraphShape(1, 2)
+    shape, drawn_shape = GraphShape(1, 2), GraphShape(1, 2, "tokens", drawn=True)
     for settings, found in (
-        (Sampling(temperature=1.0), (GraphShape(1, 2, "tokens", drawn=True), "")),
+        (Sampling(temperature=1.0), (drawn_shape, "")),
         (Sampling(temperature=0.0), (GraphShape(1, 2, "tokens"), "")),
-        (Sampling(temperature=1.0, logprobs=1), (shape, "logprobs")),
+        (Sampling(temperature=1.0, logprobs=1), (replace(drawn_shape, logprobs=True), "")),
     ):
         assert chooser.shape_of(batch_of([settings], [drawn]), shape) == found
     batch = batch_of([Sampling(presence_penalty=1.0)])
@@ -212,12 +258,35 @@ def test_drafts_are_matched_with_what_the_graph_chose(driver: FakeDriver) -> Non
     assert sum(step.accepted_tok for step in replayed) > 0
 
 
-def test_logprobs_take_the_logits_out_of_the_graph(driver: FakeDriver) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_clients_get_the_log_probabilities_of_steps_that_are_replayed(
+    driver: FakeDriver, overlap: bool
+) -> None:
+    """A07: beside requests that ask for none."""
+    settings = [
+        Sampling(max_tokens=3, ignore_eos=True, logprobs=1),
+        Sampling(max_tokens=4, ignore_eos=True),
+        Sampling(max_tokens=4, ignore_eos=True, logprobs=3, temperature=1.0, seed=2, presence_penalty=1.0),
+    ]
+    others, without = answers(settings, graphs=False, overlap=overlap)
+    engine, found = answers(settings, graphs=True, overlap=overlap)
+    assert found == without
+    for mine, other in zip(engine.heard.done, others.heard.done, strict=True):
+        agree(engine.logprobs(mine), others.logprobs(other))
+    shapes = [step.kernels.rpartition("graph=")[2] for step in engine.heard.steps]
+    assert {"4x1+penalties+sample+logprobs"} <= set(shapes)
+    assert not engine.core.runner.graphs.counts.logits
+
+
+def test_penalties_on_many_tokens_take_the_logits_out_of_the_graph(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted with the reason, step by step, and told to clients."""
     driver.lazy = False
-    settings = [Sampling(max_tokens=3, ignore_eos=True, logprobs=1)]
+    monkeypatch.setattr(choosing, "MOST_COUNTED", 1)
+    settings = [Sampling(max_tokens=3, ignore_eos=True, presence_penalty=1.0)]
     engine, found = answers(settings, graphs=True)
     assert found == answers(settings, graphs=False)[1]
     use = engine.core.state().graphs
     assert use is not None
-    assert use.logits_n == {"logprobs": use.replayed_n}
+    assert use.logits_n == {"penalties": use.replayed_n}
