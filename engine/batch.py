@@ -121,6 +121,7 @@ class Batch:
     logit_tokens: Ints
     requests: list[RowRequest]  # of the entries of ``sampled``
     pending: list[tuple[int, RowRequest, int]]  # place in ids, whose token, and which of its tokens
+    sources: dict[int, int] = field(default_factory=dict)  # rid -> slot, see `source_of`
 
     def fill(self) -> None:
         """Put pending ids in their place and take what the sampler needs, now that every token is known.
@@ -139,6 +140,14 @@ class Batch:
             if has_penalty(row.sampling):
                 row.token_ids = request.token_ids[: row.num_tokens]
         self.requests = []
+
+    def text_of(self, i: int) -> Sequence[int]:
+        """The known tokens of the request of ``sampled_rows[i]``; when filled, only of one with penalties."""
+        return self.requests[i].token_ids if self.requests else self.sampled_rows[i].token_ids
+
+    def source_of(self, request: SampledRequest) -> int:
+        """The slot that a request's pending token is chosen for: its own, unless it came back meanwhile."""
+        return self.sources.get(request.rid, request.slot)
 
     @property
     def filled(self) -> bool:

@@ -11,7 +11,6 @@ import torch
 from engine.choosing import fail_nonfinite, put_sampled, put_verified
 from engine.current_device import make_current
 from engine.graphs.memory import Chosen
-from engine.penalties import has_penalty
 from engine.sampling import as_sampled
 from engine.speculation.verify import judge_drafts, match_drafts
 from engine.step import Prepared, StepOutput
@@ -30,16 +29,13 @@ class Flight:
     def feeds(self, prepared: Prepared) -> bool:
         """Whether a step may be launched right behind this one: the tokens that it lacks are chosen here.
 
-        Not where it takes the host to know what follows. Penalties are lists of the tokens that occurred, the
-        newest among them. A draft brings nobody knows how many tokens, on which positions and blocks of the
-        next step depend, and the next draft follows the newest one. Nor where one of the two steps takes part
-        in no feeding, as its tokens are chosen by torch's operations, or nothing of it can be captured (see
-        `engine.graphs.switch`).
+        Not where it takes the host to know what follows. A draft brings nobody knows how many tokens, on
+        which positions and blocks of the next step depend, and the next draft follows the newest one. Nor
+        where one of the two steps takes part in no feeding, as its tokens are chosen by torch's operations,
+        or nothing of it can be captured (see `engine.graphs.switch`).
         """
         mine, other = self.prepared.way.direct, prepared.way.direct
         if mine is None or other is None or mine.forward is not other.forward:
-            return False
-        if any(has_penalty(row.sampling) for row in prepared.batch.sampled_rows):
             return False
         # One that was preempted meanwhile may be in another slot, which nothing of it was fed to.
         here = {(row.rid, row.slot) for row in self.prepared.batch.sampled_rows}

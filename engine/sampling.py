@@ -85,8 +85,8 @@ class FusedSampling(Protocol):
         """`penalize` with what is on the device already. Launches only what depends on shapes.
 
         Row r has the tokens [cu[r], cu[r + 1]) (cu: int32 [rows + 1]), at most ``max_tokens``, of which
-        ``counts`` says how often each is in the output, both int32. each: float32 [3, rows], repetition,
-        presence and frequency.
+        ``counts`` says how often each is in the output, both int32; those below 0 stand for none. each:
+        float32 [3, rows], repetition, presence and frequency.
         """
         ...
 

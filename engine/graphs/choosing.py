@@ -1,7 +1,7 @@
 """Choosing tokens inside a graph: what it needs of each row travels with the step's other inputs.
 
-What a step needs decides what is captured for it. Where the kernels do not serve something, or what it needs
-has no room in static memory, the graph ends with the logits and tokens are chosen outside.
+What a step needs decides what is captured for it. What has no room in static memory is left to the host: then
+the graph ends with the logits.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from engine.attention.base import Ints
 from engine.batch import Batch
+from engine.graphs.counting import TextCounts
+from engine.graphs.driver import Driver
 from engine.graphs.memory import Result
+from engine.graphs.newest import NOBODY, Newest
 from engine.graphs.rejecting import GraphRejection
 from engine.graphs.shapes import GraphShape, Kind
-from engine.knobs import MAX_SEQS
 from engine.penalties import SampledRequest, has_penalty
 from engine.sampling import FusedSampling, is_short
 from engine.speculation.rows import draft_rows
@@ -26,9 +28,6 @@ from engine.speculation.verify import DraftSampler, is_drawn
 from ipc.messages import Sampling
 
 CHOICE_WORDS = 4  # of 64 bits a token, see `FusedSampling.pack`
-NOBODY = MAX_SEQS  # a slot that no request has: where what nobody asked for goes
-COUNTED = 1024  # tokens that occurred, for each row of a shape, that there is room for
-MOST_COUNTED = 8192  # of one row
 ENDS = 16  # tokens hidden for each row of a shape that there is room for
 MOST_ENDS = 128  # of one row: those of a request and of the model
 GREEDY = Sampling()  # takes no draw
@@ -49,11 +48,12 @@ class GraphChooser:
         self._sampler = sampler
         self._padded = padded
         self._rejection = GraphRejection(fused)
-        self._newest = torch.zeros(MAX_SEQS + 1, dtype=torch.int64, device=device)  # of each slot
+        self.newest = Newest(device)
+        self.counts = TextCounts(self.newest, sampler.vocab_size, device)
 
     def shape_of(self, batch: Batch, shape: GraphShape) -> tuple[GraphShape, str]:
         """The shape that a step of that size is captured in; why, where it ends with the logits."""
-        kind, why = self.kind_of(batch, shape.tokens)
+        kind, why = self._kind_of(batch, shape.tokens)
         if kind == "logits":
             return replace(shape, kind=kind), why
         rows = batch.sampled_rows
@@ -61,17 +61,12 @@ class GraphChooser:
         logprobs = any(row.sampling.logprobs is not None for row in rows)
         return replace(shape, kind=kind, drawn=drawn, logprobs=logprobs), why
 
-    def kind_of(self, batch: Batch, tokens: int) -> tuple[Kind, str]:
+    def _kind_of(self, batch: Batch, tokens: int) -> tuple[Kind, str]:
         """What has to be captured for a step in a shape of ``tokens`` tokens; why, where it is the logits."""
         rows, drafts = batch.sampled_rows, batch.drafts
         places = [len(draft) + 1 for draft in drafts]
-        counted = [
-            count
-            for row, n in zip(rows, places, strict=True)
-            if has_penalty(row.sampling)
-            for count in [row.num_tokens + n] * n
-        ]
-        if sum(counted) > tokens * COUNTED or max(counted, default=0) > MOST_COUNTED:
+        counted = any(has_penalty(row.sampling) for row in rows)
+        if counted and not self.counts.has_room(batch):
             return "logits", "penalties"
         ends = [
             (len(self._sampler.eos_token_ids) + len(row.sampling.stop_token_ids)) * n
@@ -88,10 +83,12 @@ class GraphChooser:
 
     def clear(self, words: Tensor, shape: GraphShape) -> None:
         """Let what is chosen from ``words``, zeros otherwise, reach no slot."""
-        torch.split(words, self._sizes(shape))[1].fill_(NOBODY)
+        _, slots, _, counts, _ = torch.split(words, self._sizes(shape))
+        slots.fill_(NOBODY)
+        self.counts.clear(counts, shape)
 
     def fill(self, words: Ints, shape: GraphShape, batch: Batch) -> None:
-        """Write what a filled step's choice needs to ``words``."""
+        """Write what a step's choice needs to ``words``. `send` and then `launched` have to follow."""
         rows: Sequence[SampledRequest] = batch.sampled_rows
         if any(batch.drafts):
             pairs = zip(batch.sampled_rows, batch.drafts, strict=True)
@@ -99,22 +96,28 @@ class GraphChooser:
         seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         positions = np.array([row.num_tokens for row in rows], dtype=np.uint64)
         settings = _greedy_where_drawn(batch) if shape.drawn else [row.sampling for row in rows]
-        packed, slots, lists, drafts = np.split(words, np.cumsum(self._sizes(shape))[:-1])
+        packed, slots, ends, counts, drafts = np.split(words, np.cumsum(self._sizes(shape))[:-1])
         packed[:] = self.fused.pack(settings, seeds, positions, shape.tokens).reshape(-1)
         if shape.feeds:
             slots[: len(rows)] = [row.slot for row in rows]
             slots[len(rows) :] = NOBODY
         if shape.kind == "adjusted":
-            self._fill_lists(lists, shape.tokens, rows)
+            self._fill_ends(ends, shape.tokens, rows)
+        self.counts.fill(counts, shape, batch)
         if shape.drawn:
             self._rejection.fill(drafts, shape, batch)
 
+    def send(self, driver: Driver) -> None:
+        """Send what the choice of the step written last needs besides, ahead of it."""
+        self.counts.send(driver)
+
+    def launched(self) -> None:
+        """The step written last was launched."""
+        self.counts.launched()
+
     def feed(self, ids: Tensor, shape: GraphShape) -> Tensor:
         """Ids of a step's tokens, those that are `awaited` replaced by the newest one of their slot."""
-        if not shape.feeds:
-            return ids
-        newest = self._newest.index_select(0, (-1 - ids).clamp(min=0))
-        return torch.where(ids < 0, newest, ids)
+        return self.newest.known(ids) if shape.feeds else ids
 
     def choose(
         self,
@@ -132,7 +135,7 @@ class GraphChooser:
         ids = result.ids
         if self._padded is not None:
             logits.index_fill_(1, self._padded, float("-inf"))
-        packed, slots, lists, drafts = torch.split(words, self._sizes(shape))
+        packed, slots, ends, counts, drafts = torch.split(words, self._sizes(shape))
         # Log-probabilities are those of the model's own logits.
         own = logits.clone() if result.top is not None and shape.kind == "adjusted" else logits
         finite = None
@@ -141,7 +144,8 @@ class GraphChooser:
         if finite is not None and shape.drawn:  # what is drawn from has to be a distribution
             logits.masked_fill_(~finite.unsqueeze(1), 0.0)
         if shape.kind == "adjusted":
-            self._adjust(logits, lists, shape.tokens)
+            self._hide_ends(logits, ends, shape.tokens)
+            self.counts.penalize(self.fused, logits, counts, shape)
         self.fused.choose_packed(logits, packed.view(CHOICE_WORDS, shape.tokens), ids)
         if finite is not None:
             if proposals is not None:
@@ -151,74 +155,40 @@ class GraphChooser:
             ids.masked_fill_(~finite, -1)
         if result.top is not None:
             result.top.write(own, ids)
-        if shape.feeds:  # -1 is no token: whoever gets that one fails, and what follows is of no use
-            self._newest.index_copy_(0, slots, ids.clamp(min=0))
+        if shape.feeds:
+            self.newest.put(slots, ids)
 
-    def _adjust(self, logits: Tensor, words: Tensor, tokens: int) -> None:
-        """Hide ends and penalize in place, by what `_fill_lists` wrote."""
-        lists = _Lists(words.view(torch.int32), tokens)
-        self.fused.penalize_packed(
-            logits, lists.cu_ends, lists.ends, torch.ones_like(lists.ends), _hiding(tokens, logits),
-            max_tokens=MOST_ENDS,
-        )  # fmt: skip
-        self.fused.penalize_packed(
-            logits, lists.cu, lists.tokens, lists.counts, lists.each.view(torch.float32),
-            max_tokens=MOST_COUNTED,
-        )  # fmt: skip
+    def _hide_ends(self, logits: Tensor, words: Tensor, tokens: int) -> None:
+        """Hide ends in place, by what `_fill_ends` wrote."""
+        begins, ends = torch.split(words.view(torch.int32)[: _num_ends(tokens)], [tokens + 1, tokens * ENDS])
+        each = torch.zeros(3, tokens, dtype=torch.float32, device=logits.device)
+        each[0].fill_(1.0)
+        each[1].fill_(float("inf"))  # a penalty on tokens that occurred once
+        self.fused.penalize_packed(logits, begins, ends, torch.ones_like(ends), each, max_tokens=MOST_ENDS)
 
     def _sizes(self, shape: GraphShape) -> list[int]:
-        """Words of: settings and random numbers, slots, lists of tokens, and drafts to judge."""
+        """Words of: settings and random numbers, slots, hidden ends, penalties, and drafts to judge."""
         if shape.kind == "logits":
-            return [0, 0, 0, 0]
+            return [0, 0, 0, 0, 0]
         return [
             CHOICE_WORDS * shape.tokens,
             shape.tokens if shape.feeds else 0,
-            (_Lists.size(shape.tokens) + 1) // 2 if shape.kind == "adjusted" else 0,
+            (_num_ends(shape.tokens) + 1) // 2 if shape.kind == "adjusted" else 0,
+            self.counts.num_words(shape),
             self._rejection.num_words(shape),
         ]
 
-    def _fill_lists(self, words: Ints, tokens: int, rows: Sequence[SampledRequest]) -> None:
-        lists = _Lists(torch.from_numpy(words).view(torch.int32), tokens)
-        found = self._sampler.occurrences(rows)
-        sizes = np.zeros(tokens, dtype=np.int64)
-        each = np.zeros((3, tokens), dtype=np.float32)
-        each[0] = 1.0
-        if found is not None:
-            sizes[found.rows] = found.sizes
-            each[:, found.rows] = found.repetition, found.presence, found.frequency
-            lists.tokens.numpy()[: len(found.tokens)] = found.tokens
-            lists.counts.numpy()[: len(found.counts)] = found.counts
-        for begins in (lists.cu, lists.cu_ends):
-            begins[0] = 0  # the words are another step's
-        lists.cu.numpy()[1:] = sizes.cumsum()
-        lists.each.numpy()[:] = each.view(np.int32)
-        at, ends = self._sampler.hidden_ends(rows)
-        lists.cu_ends.numpy()[1:] = np.bincount(np.array(at, dtype=np.int64), minlength=tokens).cumsum()
-        lists.ends.numpy()[: len(ends)] = ends
+    def _fill_ends(self, words: Ints, tokens: int, rows: Sequence[SampledRequest]) -> None:
+        begins, ends = np.split(words.view(np.int32)[: _num_ends(tokens)], [tokens + 1])
+        at, found = self._sampler.hidden_ends(rows)
+        begins[0] = 0  # the words are another step's
+        begins[1:] = np.bincount(np.array(at, dtype=np.int64), minlength=tokens).cumsum()
+        ends[: len(found)] = found
 
 
-def awaited(slot: int) -> int:
-    """What stands for the newest token of a slot where the host does not know it yet."""
-    return -1 - slot
-
-
-class _Lists:
-    """Views of int32 words: the tokens that occurred in each row and the ends that are hidden there.
-
-    cu, cu_ends: [tokens + 1], where each row's begin and the last one's end. each: [3, tokens], the bits of
-    float32 penalties.
-    """
-
-    def __init__(self, held: Tensor, tokens: int) -> None:
-        room = tokens * COUNTED
-        sizes = [tokens + 1, room, room, 3 * tokens, tokens + 1, tokens * ENDS]
-        parts = torch.split(held[: sum(sizes)], sizes)
-        self.cu, self.tokens, self.counts, each, self.cu_ends, self.ends = parts
-        self.each = each.view(3, tokens)
-
-    @staticmethod
-    def size(tokens: int) -> int:
-        return 5 * tokens + 2 + tokens * (2 * COUNTED + ENDS)
+def _num_ends(tokens: int) -> int:
+    """Numbers of 32 bits: where the ends hidden in each row begin, and the last one's end; and the ends."""
+    return tokens + 1 + tokens * ENDS
 
 
 def _greedy_where_drawn(batch: Batch) -> list[Sampling]:
@@ -228,11 +198,3 @@ def _greedy_where_drawn(batch: Batch) -> list[Sampling]:
         for row, draft in zip(batch.sampled_rows, batch.drafts, strict=True)
         for _ in range(len(draft) + 1)
     ]
-
-
-def _hiding(tokens: int, like: Tensor) -> Tensor:
-    """A penalty of -inf on tokens that occurred once: float32 [3, tokens]."""
-    each = torch.zeros(3, tokens, dtype=torch.float32, device=like.device)
-    each[0].fill_(1.0)
-    each[1].fill_(float("inf"))
-    return each

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.batch import Batch
-from engine.graphs.choosing import GraphChooser, awaited
+from engine.graphs.choosing import GraphChooser
 from engine.graphs.driver import Driver
 from engine.graphs.memory import Chosen, Result
+from engine.graphs.newest import awaited
 from engine.graphs.shapes import GraphShape
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
@@ -59,7 +60,7 @@ class DirectForward:
         words = host.numpy()
         words[:tokens] = batch.ids
         for at, request, _ in batch.pending:
-            words[at] = awaited(request.slot)
+            words[at] = awaited(batch.source_of(request))
         self._chooser.fill(words[tokens:], choice, batch)
         device, chosen = (torch.empty_like(each, device=self._kv.device) for each in (host, result))
         chooser, decoder, out = self._chooser, self._decoder, Result.of(chosen, choice, tokens)
@@ -76,8 +77,10 @@ class DirectForward:
                 chooser.choose(logits, device[tokens:], choice, out)
 
         begins()
+        chooser.send(self._driver)
         self._driver.send(host, device)
         self._driver.run(body)
+        chooser.launched()
         arrival = self._driver.fetch(chosen, result)
         return Chosen(arrival, Result.of(result, choice, tokens), count, tokens)
 

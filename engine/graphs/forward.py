@@ -16,10 +16,11 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionPlan, Ints, Rows
 from engine.batch import Batch
-from engine.graphs.choosing import GraphChooser, awaited
+from engine.graphs.choosing import GraphChooser
 from engine.graphs.direct import DirectForward
 from engine.graphs.driver import Captured, Driver
 from engine.graphs.memory import Chosen, Result, SharedRows
+from engine.graphs.newest import awaited
 from engine.graphs.rejecting import place_proposals
 from engine.graphs.shapes import ROWS, GraphShape, Kind, shape_of
 from engine.kv_cache import KVCache
@@ -120,8 +121,7 @@ class GraphedForward:
         self._most = 0  # of any captured shape, see `_working_bytes`
         self._refused: dict[GraphShape, str] = {}
         self._short_until_s = 0.0  # nothing is captured before, for there was no memory
-        self.nbytes = 0
-        """Bytes of device memory that graphs and their static memory took. Any thread may read it."""
+        self._taken = 0  # bytes of device memory, see `nbytes`
 
     def holds_for(
         self, attention: AttentionBackend, kv: KVCache, spec: ModelSpec, fused: FusedSampling | None
@@ -132,6 +132,11 @@ class GraphedForward:
         return fused is chooses and all(
             a is b for a, b in zip(mine, (attention, kv, self._decoder.ops, spec), strict=True)
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that graphs and their static memory took. Any thread."""
+        return self._taken + (0 if self._chooser is None else self._chooser.counts.nbytes)
 
     @property
     def num_graphs(self) -> int:
@@ -192,11 +197,16 @@ class GraphedForward:
         entry.turn = (entry.turn + 1) % BUFFERS
         self._fill(entry, batch)
         begins()  # what comes before, capturing among it, is no part of what the step costs
+        chooser = None if shape.kind == "logits" else self._chooser
+        if chooser is not None:
+            chooser.send(self._driver)
         self._driver.send(entry.hosts[entry.turn], entry.device)
         if entry.proposals is not None:
             for at, probs in place_proposals(batch):
                 self._driver.send(probs, entry.proposals[at : at + len(probs)])
         entry.captured.replay()
+        if chooser is not None:
+            chooser.launched()
         self.counts.hits += 1
         self.counts.tokens += shape.tokens
         self.counts.padded_tokens += shape.tokens - len(batch.ids)
@@ -209,15 +219,19 @@ class GraphedForward:
             more += self._logits.lacking(shape.tokens)
         if shape.drawn:
             more += self._proposals.lacking(shape.tokens)
+        if self._chooser is not None:
+            more += self._chooser.counts.lacking(shape)
         return self.nbytes + more < self._budget
 
     def _working_bytes(self, shape: GraphShape) -> int:
         """What its logits take in memory that graphs share: in 16 bits, in float32, and as probabilities.
 
-        With log-probabilities, also as they are before penalties and, twice, on the way to their sum.
+        With log-probabilities, also as they are before penalties and, twice, on the way to their sum. With
+        penalties, what these take besides.
         """
         copies = 1 + shape.drawn + shape.logprobs * (2 + (shape.kind == "adjusted"))
-        return shape.tokens * (2 + 4 * copies) * self._spec.vocab_size
+        counting = 0 if self._chooser is None else self._chooser.counts.working_bytes(shape)
+        return shape.tokens * (2 + 4 * copies) * self._spec.vocab_size + counting
 
     def warm_up(self, max_rows: int, told: Callable[[int, int], None]) -> None:
         """Run what graphs of decoding steps will hold, the largest first, up to ``max_rows`` requests.
@@ -272,7 +286,7 @@ class GraphedForward:
             self._short_until_s = time.monotonic() + RETRY_S
             return None
         self._entries[shape] = entry
-        self.nbytes += entry.captured.nbytes + entry.device.nbytes + entry.chosen.nbytes
+        self._taken += entry.captured.nbytes + entry.device.nbytes + entry.chosen.nbytes
         self._most = max(self._most, self._working_bytes(shape))
         log.info("captured steps of %s, graphs take %d MiB now", shape, self.nbytes >> 20)
         return entry
@@ -306,7 +320,7 @@ class GraphedForward:
         """The first rows of memory that graphs share, which counts once it is there."""
         lacking = shared.lacking(count)
         taken = shared.first(count)
-        self.nbytes += lacking
+        self._taken += lacking
         return taken
 
     def _fill(self, entry: _Entry, batch: Batch) -> None:
@@ -317,7 +331,7 @@ class GraphedForward:
             words[i * n : i * n + count] = part
             words[i * n + count : (i + 1) * n] = padding
         for at, request, _ in batch.pending:
-            words[at] = awaited(request.slot)
+            words[at] = awaited(batch.source_of(request))
         if entry.split > 3 * n:
             assert self._chooser is not None
             self._chooser.fill(words[3 * n : entry.split], entry.shape, batch)

@@ -27,6 +27,7 @@ def _penalize(
     at = tl.load(cu + row) + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = at < tl.load(cu + row + 1)
     token = tl.load(tokens + at, mask=there, other=0)
+    there = there & (token >= 0)
     count = tl.load(counts + at, mask=there, other=0).to(tl.float32)
     r = tl.load(repetition + row)
     score = tl.load(scores + row * stride + token, mask=there, other=0.0)
@@ -50,7 +51,7 @@ def penalize(
 
     Row r has the distinct tokens [cu[r], cu[r + 1]) of ``tokens`` (int32 or int64), at most ``max_tokens``;
     ``counts`` (int32) says how often each occurred in the output. cu_tokens: int32 [rows + 1]. repetition,
-    presence, frequency: float32 [rows]; 1, 0 and 0 change nothing.
+    presence, frequency: float32 [rows]; 1, 0 and 0 change nothing, nor does a token below 0.
     """
     return Launch(
         _penalize,

@@ -282,7 +282,8 @@ class TorchSampling(GreedySampling):
     ) -> None:
         sizes = cu.diff().long()
         row_of, used = torch.arange(len(scores)).repeat_interleave(sizes), int(cu[-1])
-        token_of, count = tokens[:used].long(), counts[:used].float()
+        there = tokens[:used] >= 0
+        row_of, token_of, count = row_of[there], tokens[:used][there].long(), counts[:used][there].float()
         repetition, presence, frequency = each[:, row_of]
         values = scores[row_of, token_of]
         values = torch.where(values > 0, values / repetition, values * repetition)

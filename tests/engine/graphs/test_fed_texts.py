@@ -132,8 +132,8 @@ def test_most_steps_of_such_a_run_are_fed(monkeypatch: pytest.MonkeyPatch) -> No
     with graphs():
         engine = feeding(TorchSampling)
         found = ahead(engine, monkeypatch)
-        for i, which in enumerate((0, 1, 2, 6)):
-            engine.submit(tiny("llama").prompts[i], sampling(which))
+        for i, which in enumerate((0, 1, 2, 4, 5, 6)):
+            engine.submit(tiny("llama").prompts[i % 5], sampling(which))
         engine.run()
         engine.core.pipeline.stop()
     assert len(found) == len(engine.heard.steps) - 1

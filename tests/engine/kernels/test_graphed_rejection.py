@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.graphs import choosing, switch
+from engine.graphs import counting, switch
 from engine.graphs.choosing import GraphChooser
 from engine.graphs.memory import Result
 from engine.graphs.rejecting import place_proposals
@@ -45,7 +45,7 @@ ADJUSTED = [
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "MOST_COUNTED", 256)
+    monkeypatch.setattr(counting, "MOST_COUNTED", 256)
 
 
 def drafts(settings: list[Sampling], scores: Tensor) -> list[Draft]:
@@ -70,6 +70,7 @@ def judged_inside(batch: Batch, scores: Tensor, shape: GraphShape) -> list[Verif
     assert chooser.shape_of(batch, GraphShape(shape.rows, shape.queries)) == (shape, "")
     words = np.full(chooser.num_words(shape), 7 << 32 | 7, dtype=np.int64)  # both halves
     chooser.fill(words, shape, batch)
+    chooser.send(FakeDriver())
     whole = torch.full((shape.tokens, VOCAB), float("nan"))
     whole[: len(scores)] = scores
     proposals = torch.full((shape.tokens, VOCAB), float("nan"))

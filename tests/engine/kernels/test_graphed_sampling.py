@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, BatchBuilder, SampledRow
-from engine.graphs import choosing, switch
-from engine.graphs.choosing import COUNTED, ENDS, GraphChooser
+from engine.graphs import counting, switch
+from engine.graphs.choosing import ENDS, GraphChooser
 from engine.graphs.memory import Result
 from engine.graphs.shapes import GraphShape
 from engine.ops.triton_sampling import TritonSampling
@@ -45,7 +45,7 @@ PLAIN = [each for each in SETTINGS if each.min_tokens == 0 and each.frequency_pe
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs without work take the interpreter's time too."""
-    monkeypatch.setattr(choosing, "MOST_COUNTED", 256)
+    monkeypatch.setattr(counting, "MOST_COUNTED", 256)
 
 
 def batch_of(settings: Sequence[Sampling], drafts: Sequence[Draft] = ()) -> Batch:
@@ -88,6 +88,7 @@ def chosen_inside(batch: Batch, scores: Tensor, shape: GraphShape, padded: Tenso
     assert chooser.shape_of(batch, GraphShape(shape.rows, shape.queries)) == (shape, "")
     words = np.full(chooser.num_words(shape), 7 << 32 | 7, dtype=np.int64)  # both halves
     chooser.fill(words, shape, batch)
+    chooser.send(FakeDriver())
     whole = torch.full((shape.tokens, VOCAB), float("nan"))
     whole[: len(scores)] = scores
     result = Result.of(torch.full((Result.num_words(shape),), -7), shape)
@@ -177,17 +178,15 @@ def test_log_probabilities_of_each_place_of_a_draft() -> None:
 def test_what_has_no_room_is_chosen_outside(
     changes: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choosing, "MOST_COUNTED", 7)
+    monkeypatch.setattr(counting, "MOST_COUNTED", 4)  # of 5 distinct ones
     made = sampler()
     assert made.fused is not None
     batch = batch_of([Sampling(**changes)])  # type: ignore[arg-type]
-    assert GraphChooser(made, made.fused, None, CPU).kind_of(batch, 1) == ("logits", why)
+    shape = GraphShape(1, 1)
+    assert GraphChooser(made, made.fused, None, CPU).shape_of(batch, shape) == (shape, why)
 
 
-def test_drawn_drafts_have_shapes_of_their_own_and_long_lists_are_judged_outside(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(choosing, "MOST_COUNTED", 2 * COUNTED)
+def test_drawn_drafts_have_shapes_of_their_own() -> None:
     made = sampler()
     assert made.fused is not None
     chooser = GraphChooser(made, made.fused, None, CPU)
@@ -199,10 +198,6 @@ def test_drawn_drafts_have_shapes_of_their_own_and_long_lists_are_judged_outside
         (Sampling(temperature=1.0, logprobs=1), (replace(drawn_shape, logprobs=True), "")),
     ):
         assert chooser.shape_of(batch_of([settings], [drawn]), shape) == found
-    batch = batch_of([Sampling(presence_penalty=1.0)])
-    batch.sampled_rows[0].num_tokens = COUNTED + 1
-    assert chooser.kind_of(batch, 1) == ("logits", "penalties")
-    assert chooser.kind_of(batch, 2) == ("adjusted", "")
 
 
 @pytest.fixture
@@ -283,7 +278,7 @@ def test_penalties_on_many_tokens_take_the_logits_out_of_the_graph(
 ) -> None:
     """Counted with the reason, step by step, and told to clients."""
     driver.lazy = False
-    monkeypatch.setattr(choosing, "MOST_COUNTED", 1)
+    monkeypatch.setattr(counting, "MOST_COUNTED", 1)
     settings = [Sampling(max_tokens=3, ignore_eos=True, presence_penalty=1.0)]
     engine, found = answers(settings, graphs=True)
     assert found == answers(settings, graphs=False)[1]

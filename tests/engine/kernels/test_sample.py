@@ -164,6 +164,7 @@ def test_penalties_touch_what_occurred_and_nothing_else() -> None:
         reference_penalize(scores[i], prompts[i], outputs[i], *settings[i]) for i in range(len(settings))
     ]
     distinct = [sorted({*p, *o}) for p, o in zip(prompts, outputs, strict=True)]
+    distinct[2][:0] = [-1, -1]  # places of a list that nothing is at
     cu = torch.tensor([0] + [len(d) for d in distinct]).cumsum(0).to(torch.int32).to(DEVICE)
     tokens = torch.tensor([t for d in distinct for t in d], device=DEVICE)
     occurred = [o.count(t) for d, o in zip(distinct, outputs, strict=True) for t in d]
