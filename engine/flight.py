@@ -25,21 +25,25 @@ class Flight:
     chosen: Chosen
     forward: Timer
     vocab_size: int
+    copied_blocks: int = 0
+    copying: Timer | None = None  # where any were copied
 
-    def feeds(self, prepared: Prepared) -> bool:
-        """Whether a step may be launched right behind this one: the tokens that it lacks are chosen here.
+    def feeds(self, prepared: Prepared) -> dict[int, int] | None:
+        """Whether a step may be launched right behind this one, as the tokens that it lacks are chosen here.
 
-        Not where it takes the host to know what follows. A draft brings nobody knows how many tokens, on
-        which positions and blocks of the next step depend, and the next draft follows the newest one. Nor
-        where one of the two steps takes part in no feeding, as its tokens are chosen by torch's operations,
-        or nothing of it can be captured (see `engine.graphs.switch`).
+        Then the slot that each is chosen for, by request. None where it takes the host to know what follows:
+        a draft brings nobody knows how many tokens, on which positions and blocks of the next step depend,
+        and the next draft follows the newest one. Nor where one of the two steps takes part in no feeding, as
+        its tokens are chosen by torch's operations, or nothing of it can be captured (see
+        `engine.graphs.switch`).
         """
         mine, other = self.prepared.way.direct, prepared.way.direct
         if mine is None or other is None or mine.forward is not other.forward:
-            return False
-        # One that was preempted meanwhile may be in another slot, which nothing of it was fed to.
-        here = {(row.rid, row.slot) for row in self.prepared.batch.sampled_rows}
-        return here.issuperset((request.rid, request.slot) for _, request, _ in prepared.batch.pending)
+            return None
+        # One that was preempted meanwhile may have come back in another slot.
+        here = {row.rid: row.slot for row in self.prepared.batch.sampled_rows}
+        lacking = {request.rid for _, request, _ in prepared.batch.pending}
+        return {rid: here[rid] for rid in lacking} if here.keys() >= lacking else None
 
     def land(self, entries: Sequence[int] | None = None) -> StepOutput:
         """Wait for the tokens and take them, as `engine.choosing` does where the host chooses.
@@ -68,6 +72,7 @@ class Flight:
         if entries is not None:
             out.keep(entries)
         self.prepared.tell(out)
+        out.copied_blocks, out.copy_s = self.copied_blocks, self.copying.elapsed_s() if self.copying else 0.0
         out.forward_s = self.forward.elapsed_s()
         out.sample_s = time.perf_counter() - began
         return out

@@ -8,8 +8,9 @@ host changes when the one before has landed, as always. Requests that turn out t
 for once more then, and nobody takes what they got; what that wrote to their blocks lies there before whoever
 has these by now writes his own, and if it was not finite, what was launched behind it is dropped. With
 prompts it is the same, though the host launches each operation of such a step. `Flight.feeds` says which
-steps have to wait for the host. With copies to make they all do: whether these succeed is told before a step
-is launched, and where one does not, nothing that the pool holds is to be trusted.
+steps have to wait for the host. Copies that were ordered before a step are put in front of it, behind the one
+in flight. Where they cannot be made, the one in flight still lands, and then everybody starts over, as
+nothing that the pool holds is to be trusted.
 
 What a plan assumes is marked when it is launched (or when the step before has landed, if that comes later),
 not when its result is known, so the next plan goes on from there; a plan that is never launched has only
@@ -96,6 +97,7 @@ class Pipeline:
         self._worker = ForwardWorker(clock_ns)
         self._flight: Step | None = None
         self._ahead: Step | None = None  # launched, while the one before has not landed
+        self._copies_lost = False  # of a step that was to be launched ahead
         self._unlaunched = StepPlan()  # what plans that were not launched did all the same
         self._ended_ns = 0  # of the last step that landed
         self._beyond_ns = 0
@@ -179,14 +181,19 @@ class Pipeline:
         before, prepared = self._flight, step.prepared
         if not self.overlap or before is None or before.flight is None or prepared is None:
             return
-        # The one before may still write to blocks of requests that have ended, and are another's now: before
-        # anything that this one does there.
-        if self._scheduler.has_copies or not before.flight.feeds(prepared):
+        sources = before.flight.feeds(prepared)
+        if sources is None:
             return
         begin = self._clock_ns()
+        prepared.batch.sources = sources
+        # The one before may still write to blocks of requests that have ended, and are another's now: before
+        # anything that this one does there, or that is copied there.
         self._try_launch(step, prepared)
         if step.flight is not None:
             self._ahead = step
+        elif step.error is not None and step.has_copies:
+            log.error("a step was not computed, nor may the copies before it be made: %s", step.error)
+            self._copies_lost = True
         step.clock.prepare += self._clock_ns() - begin
 
     def launch(self, step: Step) -> None:
@@ -204,7 +211,7 @@ class Pipeline:
                 prepared.fill()
             except STEP_ERRORS as caught:
                 step.error = caught
-            if self.overlap and step.error is None and not self._scheduler.has_copies:
+            if self.overlap and step.error is None:
                 self._try_launch(step, prepared)
         if prepared is None or step.error is not None:
             step.outcome = Outcome(None, step.error, self._clock_ns())
@@ -212,7 +219,7 @@ class Pipeline:
             return
         # What was ordered since a step was launched ahead is made before the next one.
         copies = [] if step.flight is not None else self._scheduler.take_copies()
-        step.has_copies = bool(copies)
+        step.has_copies |= bool(copies)
         self._scheduler.advance(plan)
         for row in plan.scheduled:
             request = row.request
@@ -248,10 +255,15 @@ class Pipeline:
         for slot in step.freed_slots:
             self._runner.release(slot)
         step.clock.computed = self._computed_ns = outcome.ended_ns
-        if outcome.out is not None:
+        copies_lost, self._copies_lost = self._copies_lost, False
+        landing: Landing
+        if outcome.out is None:
+            landing = self._fail(step, outcome.error)
+        else:
             self._accept(step, outcome.out)
-            return "doubtful" if any(outcome.out.nonfinite) or outcome.out.dropped_nonfinite else "clean"
-        return self._fail(step, outcome.error)
+            bad = any(outcome.out.nonfinite) or outcome.out.dropped_nonfinite
+            landing = "doubtful" if bad else "clean"
+        return "copies lost" if copies_lost else landing
 
     def abandon(self) -> None:
         """Let the step in flight end and forget it: the engine has failed."""
@@ -289,9 +301,13 @@ class Pipeline:
         return compute(lambda: flight.land(step.entries), self._clock_ns)
 
     def _try_launch(self, step: Step, prepared: Prepared) -> None:
-        """Launch a step if the choice of its tokens goes with it."""
+        """Launch a step, behind the copies that were ordered, if the choice of its tokens goes with it."""
+        if self._scheduler.has_copies and prepared.way.direct is None:
+            return  # it may turn out that it is computed by the other thread, and these with it
+        copies = self._scheduler.take_copies()
+        step.has_copies = bool(copies)
         try:
-            step.flight = self._runner.launch(prepared)
+            step.flight = self._runner.launch(prepared, copies)
         except STEP_ERRORS as caught:
             step.error = caught
 

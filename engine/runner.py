@@ -381,11 +381,9 @@ class ModelRunner:
             started = time.perf_counter()
             until_sampling.start()
             copied = self._host.run(copies, kv, copying) if copies else 0
-            flight = self._launch_replay(prepared)
+            flight = self._launch_replay(prepared, copied, copying if copies else None)
             if flight is not None:
-                out = flight.land()
-                out.copied_blocks, out.copy_s = copied, copying.elapsed_s() if copies else 0.0
-                return out
+                return flight.land()
             out.copied_blocks = copied
             self._note_missed(prepared)
             forward.start()
@@ -406,26 +404,30 @@ class ModelRunner:
             out.attention_s, out.linear_s, out.head_s = map(parts, (Part.ATTENTION, Part.LINEAR, Part.HEAD))
         return out
 
-    def launch(self, prepared: Prepared) -> Flight | None:
-        """Begin a step whose tokens are chosen on the device, and wait for nothing.
+    def launch(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> Flight | None:
+        """Copy blocks and begin a step whose tokens are chosen on the device, and wait for nothing.
 
         It is filled, or the step launched before it `feeds` it. None if its tokens are chosen elsewhere: then
-        `compute` it.
+        `compute` it, without the copies. Raises what `compute` raises.
         """
-        flight = self._launch_replay(prepared)
+        make_current(self.device)
+        copied, copying = 0, Timer(self.device) if copies else None
+        if copying is not None:
+            with torch.inference_mode():
+                copied = self._host.run(copies, prepared.kv, copying)
+        flight = self._launch_replay(prepared, copied, copying)
         direct = prepared.way.direct
         if flight is not None or direct is None:
             return flight
         assert prepared.inputs is not None  # a graph that ends with the logits leaves the choice to the host
-        make_current(self.device)
         self._note_missed(prepared)
         with torch.inference_mode():
             forward = Timer(self.device)
             chosen = direct.forward.launch(prepared.batch, direct.choice, prepared.inputs, forward.start)
             forward.stop()
-        return Flight(prepared, chosen, forward, self.spec.vocab_size)
+        return Flight(prepared, chosen, forward, self.spec.vocab_size, copied, copying)
 
-    def _launch_replay(self, prepared: Prepared) -> Flight | None:
+    def _launch_replay(self, prepared: Prepared, copied: int, copying: Timer | None) -> Flight | None:
         """Replay a step with the choice of its tokens; None if it cannot be, then it has its inputs."""
         replay = prepared.way.replay
         if replay is None or not replay.chooses:
@@ -440,7 +442,7 @@ class ModelRunner:
                 self._go_without(prepared)
                 return None
             forward.stop()
-        return Flight(prepared, chosen, forward, self.spec.vocab_size)
+        return Flight(prepared, chosen, forward, self.spec.vocab_size, copied, copying)
 
     def execute(self, plan: Plan, copies: Sequence[Copy] = ()) -> StepOutput:
         """Prepare and compute a step in one go. A plan without requests only makes the copies."""

@@ -118,6 +118,29 @@ class FakeDriver:
         return Graph(body, self)
 
 
+class FakeLane:
+    """Copies of blocks, at the driver's edge: behind what was launched, and ahead of what will be."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self._driver = driver
+
+    def submit(self, task: Callable[[], None]) -> None:
+        if self._driver.pending:
+            self._driver.launch(task)
+        else:  # what follows may be computed without the driver being asked
+            task()
+
+    def host(self, task: Callable[[], None]) -> None:
+        self._driver.drain()
+        task()
+
+    def mark(self) -> None:
+        pass
+
+    def fence(self) -> None:
+        pass
+
+
 class StaticAttention(NaiveAttention):
     """Naive attention over the rows whose number lies on the device, as a kernel reads them there."""
 

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from engine.graphs import switch
+from engine.runner import CopyFailed
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine
-from tests.engine.graphs.fakes import CAPTURABLE, FakeDriver, GreedySampling, StaticAttention
+from tests.engine.graphs.fakes import CAPTURABLE, FakeDriver, FakeLane, GreedySampling, StaticAttention
 from tests.engine.oracle import NEW_TOKENS, Expected, told
 from tests.engine.oracle import tiny as expected_of
 
@@ -49,6 +50,9 @@ def feeding(sampling: type[GreedySampling] = GreedySampling, **options: Any) -> 
     runner._attention, runner.decoder.ops = StaticAttention(), CAPTURABLE
     runner.sampler.fused = sampling()
     runner.graphs.switch(True)
+    driver = runner.graphs._driver
+    assert isinstance(driver, FakeDriver)
+    runner._host._lane, runner._host._check = FakeLane(driver), False  # checksums wait for each copy
     # Every change sets them again, to what the knobs say.
     keep: Any = lambda _: None  # noqa: E731
     runner.set_attention = runner.set_fused = runner.graphs.switch = keep  # type: ignore[method-assign]
@@ -135,24 +139,81 @@ def test_prompts_in_chunks_feed_and_are_fed(lazy: FakeDriver, monkeypatch: pytes
     assert engine.core.runner.graphs.counts.misses["prefill"] == sum(step.prefill_reqs > 0 for step in steps)
 
 
-def test_who_comes_back_in_another_slot_waits(lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A11: preempted while its token is computed and admitted again at once, behind that step: the token was
-    put down for the slot that it had."""
-    expected = expected_of("llama")
-    engine = feeding(prefix_cache=False)
-    core = engine.core
+def run_with_preemption(engine: Engine, stops: Sequence[int] = ()) -> tuple[list[int], int]:
+    """Preempt a request while its token is computed, so that it comes back at once, in another slot, behind
+    that step. The requests, and how many steps there were until then."""
+    expected, core = expected_of("llama"), engine.core
     first = engine.submit(expected.prompts[3], Sampling(max_tokens=2, ignore_eos=True))
-    rids = [engine.submit(expected.prompts[i], PLAIN) for i in (1, 2)]
+    other = Sampling(max_tokens=COUNT, ignore_eos=True, stop_token_ids=list(stops))
+    rids = [engine.submit(expected.prompts[1], PLAIN), engine.submit(expected.prompts[2], other)]
     while first not in engine.heard.done:
         core.step()
     victim = core.scheduler.running[0]
     slot = victim.slot
     assert victim.num_pending
     core.answers.note_preempted([core.scheduler.preempt(victim, core.clock_ns())])
+    steps = len(engine.heard.steps)
     core.step()
     assert victim.slot not in (slot, -1)
     engine.run()
+    return rids, steps
+
+
+def test_who_comes_back_in_another_slot_is_fed(lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A11: its token was put down for the slot that it had, and is taken from there."""
+    expected = expected_of("llama")
+    engine = feeding(prefix_cache=False)
+    found = ahead(engine, monkeypatch)
+    rids, _ = run_with_preemption(engine)
     assert [engine.ids(rid) for rid in rids] == [expected.ids[i][:COUNT] for i in (1, 2)]
+    assert len(found) == len(engine.heard.steps) - 1
+
+
+def test_copies_are_made_between_steps_that_are_fed(
+    lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A11: blocks swapped out behind the step that still writes to them, and back in ahead of the one that
+    reads them, without the host waiting for either; each step tells of its own copies."""
+    expected = expected_of("llama")
+    engine = feeding(prefix_cache=False, preemption="swap", swap_space_gib=0.001)
+    found = ahead(engine, monkeypatch)
+    rids, _ = run_with_preemption(engine)
+    assert [engine.ids(rid) for rid in rids] == [expected.ids[i][:COUNT] for i in (1, 2)]
+    assert len(found) == len(engine.heard.steps) - 1
+    copied = [step.copied_blk for step in engine.heard.steps]
+    assert sum(map(bool, copied)) == 1
+    assert sum(copied) >= 4
+    assert engine.core.scheduler.swap_blocks_used == 0
+
+
+@pytest.mark.parametrize("count", [3, COUNT])
+def test_copies_that_fail_ahead_of_a_fed_step_let_all_start_over(
+    lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """A11: the step in flight lands as it would have, nobody fails, and what follows is computed again; even
+    if one ends with that very step, so that what was to follow is put together anew."""
+    expected = expected_of("llama")
+    stop = expected.ids[2][count - 1]
+    assert stop not in expected.ids[2][: count - 1]
+    engine = feeding(prefix_cache=False, preemption="swap", swap_space_gib=0.001)
+    host = engine.core.runner._host
+    run, failed = host.run, []
+
+    def failing(*args: Any) -> int:
+        if not failed:
+            failed.append(len(engine.heard.steps))
+            raise CopyFailed("the lane broke")
+        return run(*args)
+
+    monkeypatch.setattr(host, "run", failing)
+    rids, steps = run_with_preemption(engine, [stop])
+    assert failed == [steps]
+    assert [engine.ids(rid) for rid in rids] == [expected.ids[1][:COUNT], expected.ids[2][:count]]
+    why = [(event.reason, event.mode) for event in engine.heard.preemptions]
+    assert why[0] == ("blocks", "swap")
+    assert set(why[1:]) == {("rebuild", "recompute")}
+    assert {event.rid for event in engine.heard.preemptions[1:]} == set(rids if count == COUNT else rids[:1])
+    assert engine.core.scheduler.swap_blocks_used == 0
 
 
 def test_what_nobody_gets_takes_the_step_behind_with_it_where_it_is_not_finite(
