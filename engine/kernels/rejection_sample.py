@@ -15,7 +15,6 @@ from torch import Tensor
 
 from engine.kernels.launch import Launch, next_power_of_2
 from engine.kernels.uniform import uniform
-from engine.kernels.vocabulary import place_in_block
 
 _BLOCK = 2048
 
@@ -71,6 +70,20 @@ def _rest_total(p_row, q_row, n, refused, BLOCK: tl.constexpr):
     return total
 
 
+@triton.jit
+def _place_in_block(ids, weights, before, target):
+    """(id at which the running sum passes ``target``, -1 if none does; the running sum behind the block)."""
+    exact = weights.to(tl.float64)
+    running = before + tl.cumsum(exact, axis=0)
+    after = before + tl.sum(exact, axis=0)
+    passes = (running > target) & (weights > 0)
+    first = tl.min(tl.where(passes, ids, 0x7FFFFFFF), axis=0)
+    # The running sum may be rounded to a little less than the sum that said that the target is in here.
+    last = tl.max(tl.where(weights > 0, ids, -1), axis=0)
+    found = tl.where(first < 0x7FFFFFFF, first, last)
+    return tl.where(after > target, found, -1), after
+
+
 @triton.jit(
     do_not_specialize_on_alignment=["tokens", "cu", "finite", "seeds", "positions", "accepted", "own"]
 )
@@ -121,7 +134,7 @@ def _rejection_sample(
     before = total * 0.0
     while (found < 0) & (start < n):
         ids, weights = _rest(p_row, q_row, start, n, refused, BLOCK)
-        found, before = place_in_block(ids, weights, before, goal)
+        found, before = _place_in_block(ids, weights, before, goal)
         start += BLOCK
     tl.store(accepted + request, kept)
     tl.store(own + request, found.to(tl.int64))

@@ -2,89 +2,130 @@
 
 The rules are those of `engine.sampling`: temperature, once; top-k; top-p of what that leaves; min-p. A token
 is the place at which the running sum of the weights passes a uniform number of the request's seed and
-position.
+position. How rows are searched, by many programs each, says `engine.kernels.vocabulary`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.launch import Launch, next_power_of_2
+from engine.kernels.launch import Launch
 from engine.kernels.uniform import uniform
-from engine.kernels.vocabulary import PIVOTS, cut, highest, kept_weights, place_in_block, total_from
+from engine.kernels.vocabulary import (
+    ALL_DRAWN,
+    UNIT,
+    Found,
+    by_segment,
+    first_of,
+    floor_of,
+    in_units,
+    is_drawn,
+    kept_weights,
+    last_of,
+    parts_of,
+    searches,
+    sizes_of,
+    top_of,
+)
 
-_BLOCK = 1024  # scores that a program looks at at once; twice as many spill registers
 NOT_FINITE = -1
 """The id of a row whose largest logit is not finite."""
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "seeds", "positions", "ids"]
-)
-def _sample(
+    do_not_specialize_on_alignment=[
+        "tops", "firsts", "temperature", "top_k", "top_p", "min_p", "totals", "kept", "seeds", "positions",
+        "ids",
+    ]
+)  # fmt: skip
+def _draw(
     logits,
+    tops,
+    firsts,
     temperature,
     top_k,
     top_p,
     min_p,
+    intervals,
+    above,
+    totals,
+    kept,
     seeds,
     positions,
     ids,
     stride,
     n,
     GREEDY_BELOW: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENT: tl.constexpr,
     PIVOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    scores = logits + row * stride
-    top, best = highest(scores, n, BLOCK)
-    t = tl.load(temperature + row)
-    k = tl.load(top_k + row)
-    chosen = best
+    """A row's token, of which only the segment that it lies in is looked at."""
+    row, segments = tl.program_id(0).to(tl.int64), (n + SEGMENT - 1) // SEGMENT
+    t, k = tl.load(temperature + row), tl.load(top_k + row)
+    top = top_of(tops, row, segments, SEGMENTS)
+    chosen = first_of(tops, firsts, row, segments, SEGMENTS)
     if (top - top) != 0.0:  # infinite or NaN
-        chosen = best * 0 - 1
-    elif (t >= GREEDY_BELOW) & (k != 1):
-        floor = cut(scores, n, top, t, k, tl.load(top_p + row), PIVOTS, BLOCK)
-        least = tl.load(min_p + row)
-        total = total_from(scores, n, floor, least, top, t, BLOCK)
-        target = uniform(tl.load(seeds + row), tl.load(positions + row), 0) * total
-        start = best * 0
-        found = start - 1
-        before = total * 0.0
-        while (found < 0) & (start < n):
-            at, weights = kept_weights(scores, start, n, floor, least, top, t, BLOCK)
-            found, before = place_in_block(at, weights, before, target)
-            start += BLOCK
-        chosen = found
+        chosen = chosen * 0 - 1
+    elif is_drawn(t, k, GREEDY_BELOW):
+        each = by_segment(kept, row, segments, 0, SEGMENTS)
+        total = tl.sum(each, axis=0)
+        number = uniform(tl.load(seeds + row), tl.load(positions + row), 0)
+        # Below the total, which a product that is rounded need not be.
+        target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
+        at = tl.arange(0, SEGMENTS)
+        segment = tl.min(tl.where(tl.cumsum(each, axis=0) > target, at, SEGMENTS), axis=0)
+        before = tl.sum(tl.where(at < segment, each, 0), axis=0)
+        p, least = tl.load(top_p + row), tl.load(min_p + row)
+        floor = floor_of(intervals, above, totals, row, n, segments, k, p, SEGMENTS, PIVOTS)
+        chosen = chosen * 0 + 0x7FFFFFFF
+        for part in range(parts_of(segment, n, SEGMENT, BLOCK)):
+            start = segment * SEGMENT + part * BLOCK
+            here, weights = kept_weights(logits + row * stride, start, n, floor, least, top, t, BLOCK)
+            units = in_units(weights)
+            passes = before + tl.cumsum(units, axis=0) > target
+            chosen = tl.minimum(chosen, tl.min(tl.where(passes, here, 0x7FFFFFFF), axis=0))
+            before += tl.sum(units, axis=0)
     tl.store(ids + row, chosen.to(tl.int64))
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p"])
-def _probabilities(
+@triton.jit(
+    do_not_specialize_on_alignment=["tops", "temperature", "top_k", "top_p", "min_p", "totals", "kept"]
+)
+def _write(
     logits,
+    tops,
     temperature,
     top_k,
     top_p,
     min_p,
+    intervals,
+    above,
+    totals,
+    kept,
     out,
     stride,
     n,
+    SEGMENTS: tl.constexpr,
+    SEGMENT: tl.constexpr,
     PIVOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    scores = logits + row * stride
-    top, _ = highest(scores, n, BLOCK)
-    t = tl.load(temperature + row)
-    floor = cut(scores, n, top, t, tl.load(top_k + row), tl.load(top_p + row), PIVOTS, BLOCK)
-    least = tl.load(min_p + row)
-    total = total_from(scores, n, floor, least, top, t, BLOCK)
-    for start in range(0, n, BLOCK):
-        at, weights = kept_weights(scores, start, n, floor, least, top, t, BLOCK)
-        tl.store(out + row * n + at, (weights.to(tl.float64) / total).to(tl.float32), mask=at < n)
+    row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    t, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
+    top, least = top_of(tops, row, segments, SEGMENTS), tl.load(min_p + row)
+    floor = floor_of(intervals, above, totals, row, n, segments, k, p, SEGMENTS, PIVOTS)
+    total = tl.sum(by_segment(kept, row, segments, 0, SEGMENTS), axis=0).to(tl.float64)
+    for part in range(parts_of(segment, n, SEGMENT, BLOCK)):
+        start = segment * SEGMENT + part * BLOCK
+        at, weights = kept_weights(logits + row * stride, start, n, floor, least, top, t, BLOCK)
+        share = weights.to(tl.float64) * UNIT / total
+        tl.store(out + row * n + at, share.to(tl.float32), mask=at < n)
 
 
 def sample(
@@ -96,60 +137,74 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
     ids: Tensor,
+    found: Found,
     *,
     greedy_below: float,
-) -> Launch:
-    """Choose ids (int64 [rows]) from float32 logits [rows, vocabulary], `NOT_FINITE` where no largest is.
+) -> tuple[Launch, ...]:
+    """The launches, one after the other, that choose ids (int64 [rows]) from float32 logits [rows,
+    vocabulary], `NOT_FINITE` where no largest is.
 
     temperature, top_p, min_p: float32 [rows]; below ``greedy_below`` and for top_k 1 the first of the most
     likely tokens is taken. top_k: int32 [rows], 0 for all; equals at the border all stay. seeds: int64
-    [rows], the bits of the unsigned seeds; positions: int64 [rows].
+    [rows], the bits of the unsigned seeds; positions: int64 [rows]. found: memory to work in, of that shape.
     """
-    rows, n = logits.shape
-    return Launch(
-        _sample,
-        (rows,),
+    before = searches(logits, temperature, top_k, top_p, min_p, found, greedy_below=greedy_below)
+    last = Launch(
+        _draw,
+        (len(logits),),
         {
-            "logits": logits,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
+            **_row(logits, temperature, top_k, top_p, min_p, found),
+            "firsts": found.firsts,
             "seeds": seeds,
             "positions": positions,
             "ids": ids,
-            "stride": logits.stride(0),
-            "n": n,
         },
-        {"GREEDY_BELOW": greedy_below, "PIVOTS": PIVOTS, "BLOCK": min(_BLOCK, next_power_of_2(n))},
-        num_warps=8,
+        {"GREEDY_BELOW": greedy_below, **sizes_of(found)},
     )
+    return *before, last
 
 
 def probabilities(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, out: Tensor
-) -> Launch:
-    """The distributions that `sample` draws from, float32 ``out`` [rows, vocabulary], contiguous.
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    out: Tensor,
+    found: Found,
+) -> tuple[Launch, ...]:
+    """The launches behind which the distributions that `sample` draws from are in ``out``, float32
+    [rows, vocabulary], contiguous.
 
     For the arguments see `sample`; temperatures are above 0, logits finite or -inf.
     """
-    rows, n = logits.shape
-    return Launch(
-        _probabilities,
-        (rows,),
-        {
-            "logits": logits,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "out": out,
-            "stride": logits.stride(0),
-            "n": n,
-        },
-        {"PIVOTS": PIVOTS, "BLOCK": min(_BLOCK, next_power_of_2(n))},
-        num_warps=8,
+    before = searches(logits, temperature, top_k, top_p, min_p, found, greedy_below=ALL_DRAWN)
+    last = Launch(
+        _write,
+        tuple(found.tops.shape),
+        {**_row(logits, temperature, top_k, top_p, min_p, found), "out": out},
+        sizes_of(found),
     )
+    return *before, last
+
+
+def _row(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, found: Found
+) -> dict[str, Any]:
+    """What is known of rows once they were searched."""
+    return {
+        "logits": logits,
+        "stride": logits.stride(0),
+        "n": logits.shape[1],
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "tops": found.tops,
+        "totals": found.totals[0],
+        "kept": found.totals[1],
+        **last_of(found),
+    }
 
 
 def reference_probabilities(

@@ -1,4 +1,4 @@
-"""Choosing tokens with Triton kernels: filters, draw and rejection in one launch each, nothing sorted."""
+"""Choosing tokens with Triton kernels, nothing sorted: filters and the draw, penalties, and rejection."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ class TritonSampling:
     name = "triton"
 
     def __init__(self) -> None:
-        from engine.kernels import penalties, rejection_sample, sample
+        from engine.kernels import penalties, rejection_sample, sample, vocabulary
 
         self._not_finite = sample.NOT_FINITE
         self._sample, self._probabilities = sample.sample, sample.probabilities
+        self._found = vocabulary.Found
         self._penalize = penalties.penalize
         self._reject = rejection_sample.rejection_sample
 
     def choose(self, scores: Tensor, settings: Sequence[Sampling], seeds: U64s, positions: U64s) -> Tensor:
-        if all(map(is_greedy, settings)):  # a row is one program: many read the largest of few rows faster
+        if all(map(is_greedy, settings)):  # nothing is searched, which takes many launches
             best, ids = max_of_rows(scores)
             return torch.where(best.isfinite(), ids, self._not_finite)
         packed = _send(self.pack(settings, seeds, positions, len(settings)), scores.device)
@@ -48,9 +49,11 @@ class TritonSampling:
         return words
 
     def choose_packed(self, scores: Tensor, packed: Tensor, ids: Tensor) -> None:
-        self._sample(
-            scores, *_columns(packed[2:]), packed[0], packed[1], ids, greedy_below=GREEDY_BELOW
-        ).run()  # fmt: skip
+        found = self._found.allocate(len(scores), scores.shape[1], scores.device)
+        for launch in self._sample(
+            scores, *_columns(packed[2:]), packed[0], packed[1], ids, found, greedy_below=GREEDY_BELOW
+        ):
+            launch.run()
 
     def penalize(self, scores: Tensor, found: Occurrences) -> None:
         rows, count = len(scores), len(found.tokens)
@@ -74,12 +77,17 @@ class TritonSampling:
 
     def probabilities(self, scores: Tensor, settings: Sequence[Sampling]) -> Tensor:
         held = _send(_cuts(settings, len(settings)), scores.device)
-        out = torch.empty_like(scores)
-        self._probabilities(scores, *_columns(held), out).run()
+        out = torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
+        self._distribute(scores, held, out)
         return out
 
     def probabilities_packed(self, scores: Tensor, packed: Tensor, out: Tensor) -> None:
-        self._probabilities(scores, *_columns(packed[2:]), out).run()
+        self._distribute(scores, packed[2:], out)
+
+    def _distribute(self, scores: Tensor, cuts: Tensor, out: Tensor) -> None:
+        found = self._found.allocate(len(scores), scores.shape[1], scores.device)
+        for launch in self._probabilities(scores, *_columns(cuts), out, found):
+            launch.run()
 
     def reject(
         self,

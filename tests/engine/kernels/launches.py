@@ -19,6 +19,7 @@ from engine.kernels.rejection_sample import match_drafts, rejection_sample
 from engine.kernels.rmsnorm import add_rmsnorm
 from engine.kernels.sample import probabilities, sample
 from engine.kernels.silu_mul import silu_mul
+from engine.kernels.vocabulary import Found
 from engine.kernels.weight_only_gemm import PackedWeight, dequantize, gemm
 
 EVERY = (80, 89, 90)
@@ -205,9 +206,16 @@ def _sampling() -> Iterator[Case]:
     logits, out = (_empty(TOKENS, n, dtype=torch.float32) for _ in range(2))
     floats, ints = _empty(TOKENS, dtype=torch.float32), _empty(TOKENS, dtype=torch.int32)
     longs, cu = _empty(TOKENS, dtype=torch.int64), _empty(TOKENS + 1, dtype=torch.int32)
-    chosen = sample(logits, floats, ints, floats, floats, longs, longs, longs, greedy_below=1e-5)
-    yield Case("sample", chosen, archs=EVERY)
-    yield Case("probabilities", probabilities(logits, floats, ints, floats, floats, out), archs=EVERY)
+    found = Found.allocate(TOKENS, n, logits.device)
+    rows = logits, floats, ints, floats, floats
+    highest, *searching, adding, drawing = sample(*rows, longs, longs, longs, found, greedy_below=1e-5)
+    yield Case("sample: highest", highest, archs=EVERY)
+    by_kind = {each.constants["COUNT"]: each for each in searching}  # all alike but for what they read
+    yield Case("sample: search by top-k", by_kind[True], archs=EVERY)
+    yield Case("sample: search by top-p", by_kind[False], archs=EVERY)
+    yield Case("sample: add up", adding, archs=EVERY)
+    yield Case("sample: draw", drawing, archs=EVERY)
+    yield Case("probabilities", probabilities(*rows, out, found)[-1], archs=EVERY)
     finite = _empty(2 * TOKENS, dtype=torch.int8)
     judged = rejection_sample(
         logits, out, longs, cu, finite, longs, longs, ints, longs, accept=64, residual=65

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from engine import draw
+from engine.kernels import vocabulary
 from engine.kernels.penalties import penalize, reference_penalize
 from engine.kernels.rejection_sample import match_drafts, reference_rejection_sample, rejection_sample
 from engine.kernels.sample import NOT_FINITE, probabilities, reference_probabilities, sample
 from engine.kernels.uniform import uniform
+from engine.kernels.vocabulary import Found
 from engine.sampling import GREEDY_BELOW
 from engine.speculation.base import ACCEPT, RESIDUAL
 from engine.speculation.rejection import reject
@@ -54,12 +57,19 @@ def settings_of(each: list[Sampling]) -> tuple[Tensor, ...]:
     return tuple(column(name) for name in ("temperature", "top_k", "top_p", "min_p"))
 
 
+def poisoned_found(logits: Tensor) -> Found:
+    """Memory to work in, in which nothing that was there before may count."""
+    made = Found.allocate(*logits.shape, logits.device)
+    return Found(*(poisoned(*part.shape, dtype=part.dtype) for part in astuple(made)))
+
+
 def chosen(logits: Tensor, each: list[Sampling], seeds: list[int], positions: list[int]) -> list[int]:
     ids = poisoned(len(each), dtype=torch.int64)
-    sample(
+    for launch in sample(
         logits, *settings_of(each), as_int64(np.array(seeds, dtype=np.uint64)),
-        torch.tensor(positions, device=DEVICE), ids, greedy_below=GREEDY_BELOW,
-    ).run()  # fmt: skip
+        torch.tensor(positions, device=DEVICE), ids, poisoned_found(logits), greedy_below=GREEDY_BELOW,
+    ):  # fmt: skip
+        launch.run()
     found: list[int] = ids.tolist()
     return found
 
@@ -84,7 +94,8 @@ def test_distributions_are_their_definition(n: int) -> None:
         logits[:, 6:9] = logits[:, 9:10]
         logits[4] = (logits[4] * 2).round() / 2
     out = poisoned(len(CUTS), n, dtype=torch.float32)
-    probabilities(logits, *settings_of(CUTS), out).run()
+    for launch in probabilities(logits, *settings_of(CUTS), out, poisoned_found(logits)):
+        launch.run()
     for row, s in enumerate(CUTS):
         exact = reference_probabilities(logits[row], s.temperature, s.top_k, s.top_p, s.min_p)
         assert torch.equal(out[row] > 0, exact > 0), s
@@ -104,6 +115,29 @@ def test_tokens_are_where_the_running_sum_passes_the_random_number(n: int) -> No
         low = float(running[got[row]] - exact[got[row]])
         assert exact[got[row]] > 0
         assert low - 1e-6 <= u[row] <= float(running[got[row]]) + 1e-6
+
+
+def test_a_token_does_not_follow_from_how_its_row_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments are programs of their own, whose sums are whole numbers. The largest score is in two of them,
+    and the last is of a few scores."""
+    each = [CUTS[4], CUTS[1], CUTS[3]]
+    logits = randn(len(each), 1100, scale=2.0, seed=8)
+    logits[:, 300] = logits[:, 1090] = logits.amax(1) + 1.0
+    logits[0, 700:800] = logits[0, 10]
+
+    def drawn(segment: int) -> tuple[list[int], Tensor]:
+        monkeypatch.setattr(vocabulary, "SEGMENT", segment)
+        out = poisoned(*logits.shape, dtype=torch.float32)
+        found = poisoned_found(logits)
+        assert found.tops.shape[1] == -(-1100 // segment)
+        for launch in probabilities(logits, *settings_of(each), out, found):
+            launch.run()
+        return chosen(logits, each, [3, 4, 5], [6, 7, 8]), out
+
+    ids, law = drawn(4096)
+    again, the_same = drawn(512)
+    assert again == ids
+    assert torch.equal(law, the_same)
 
 
 def test_the_engines_own_tokens_come_out() -> None:

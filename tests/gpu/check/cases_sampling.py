@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from engine.draw import uniform
 from engine.kernels.penalties import penalize, reference_penalize
 from engine.kernels.rejection_sample import match_drafts, rejection_sample
 from engine.kernels.sample import probabilities, reference_probabilities, sample
+from engine.kernels.vocabulary import Found
 from engine.speculation.base import ACCEPT, RESIDUAL
 from engine.speculation.rejection import reject
 from tests.engine.kernels.support import DEVICE, poisoned, randn
@@ -29,6 +30,10 @@ class Draws:
     min_p: Tensor
     seeds: Tensor
     positions: Tensor
+
+    def only(self, rows: slice) -> Draws:
+        """Some of the rows."""
+        return Draws(*(getattr(self, field.name)[rows].contiguous() for field in fields(self)))
 
     @property
     def settings(self) -> tuple[Tensor, ...]:
@@ -58,11 +63,18 @@ def draws(vocab: int, rows: tuple[tuple[float, int, float, float], ...] = NUCLEU
     )
 
 
+def run_sample(d: Draws, ids: Tensor) -> None:
+    """Choose a token for each row."""
+    found = Found.allocate(*d.logits.shape, DEVICE)
+    for launch in sample(d.logits, *d.settings, d.seeds, d.positions, ids, found, greedy_below=1e-5):
+        launch.run()
+
+
 def sample_case(d: Draws) -> Case:
 
     def run() -> Outputs:
         ids = poisoned(len(d.logits), dtype=torch.int64)
-        sample(d.logits, *d.settings, d.seeds, d.positions, ids, greedy_below=1e-5).run()
+        run_sample(d, ids)
         return (ids,)
 
     def check(out: Outputs) -> float:
@@ -91,7 +103,9 @@ def probabilities_case(d: Draws) -> Case:
 
     def run() -> Outputs:
         out = poisoned(*d.logits[1:].shape, dtype=torch.float32)
-        probabilities(d.logits[1:], *settings, out).run()
+        found = Found.allocate(*out.shape, DEVICE)
+        for launch in probabilities(d.logits[1:], *settings, out, found):
+            launch.run()
         return (out,)
 
     def check(out: Outputs) -> float:

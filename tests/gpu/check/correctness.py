@@ -15,14 +15,13 @@ from torch import Tensor
 
 from engine.kernels.paged_attention import tiles_for
 from engine.kernels.rmsnorm import add_rmsnorm
-from engine.kernels.sample import sample
 from tests.engine.kernels.support import poisoned, randn
 from tests.engine.kernels.test_paged_attention import step
 from tests.gpu.check import backends
 from tests.gpu.check.case import BF16, TINY, Case, Outputs, Sizes
 from tests.gpu.check.cases import cases
 from tests.gpu.check.cases_layers import attend, hopper
-from tests.gpu.check.cases_sampling import draws
+from tests.gpu.check.cases_sampling import draws, run_sample
 from tests.gpu.check.context import Context
 
 
@@ -107,9 +106,9 @@ def _sample_alone(s: Sizes) -> float:
     d = draws(s.nucleus)
 
     def ids(rows: slice) -> list[int]:
-        out = poisoned(len(d.logits[rows]), dtype=torch.int64)
-        columns = [column[rows].contiguous() for column in (*d.settings, d.seeds, d.positions)]
-        sample(d.logits[rows], *columns, out, greedy_below=1e-5).run()
+        some = d.only(rows)
+        out = poisoned(len(some.logits), dtype=torch.int64)
+        run_sample(some, out)
         found: list[int] = out.tolist()
         return found
 

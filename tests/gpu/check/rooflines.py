@@ -23,6 +23,7 @@ from engine.kernels.quantize import quantize
 from engine.kernels.rmsnorm import add_rmsnorm
 from engine.kernels.sample import sample
 from engine.kernels.silu_mul import silu_mul
+from engine.kernels.vocabulary import Found
 from engine.kernels.weight_only_gemm import pack
 from engine.layers.precision.quantize import quantize_fp8, quantize_int4, quantize_int8
 from engine.layers.rope import RotaryTable
@@ -258,5 +259,9 @@ def _sample(context: Context, s: Sizes, rows: int, temperature: float) -> tuple[
     calls: list[Work] = []
     for _ in range(context.timer.copies(moved)):
         logits, ids = torch.randn(rows, s.vocab, device=device), torch.empty_like(seeds)
-        calls.append(sample(logits, floats[0], top_k, *floats[1:], seeds, seeds, ids, greedy_below=1e-5).run)
+        found = Found.allocate(rows, s.vocab, device)
+        launches = sample(
+            logits, floats[0], top_k, *floats[1:], seeds, seeds, ids, found, greedy_below=1e-5
+        )  # fmt: skip
+        calls.append(lambda launches=launches: [launch.run() for launch in launches])  # type: ignore[misc]
     return calls, moved, 0.0
