@@ -65,7 +65,9 @@ def quantize(x: Tensor, codes: Tensor, scale: Tensor) -> Launch:
 
 
 def reference_quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Codes of x [tokens, n] and float32 scales [tokens], in float32 as `engine.layers.precision` does it."""
+    """Codes of x [tokens, n] and float32 scales [tokens], each operation rounded in float32."""
     wide = x.float()
-    scale = wide.abs().amax(-1).clamp(min=SCALE_FLOOR) / LARGEST[kind]
+    # By a tensor: a number of Python's a card does not divide by, but multiplies with its inverse.
+    largest = torch.full((), LARGEST[kind], device=x.device)
+    scale = wide.abs().amax(-1).clamp(min=SCALE_FLOOR) / largest
     return reference_encode(wide / scale.unsqueeze(-1), kind), scale

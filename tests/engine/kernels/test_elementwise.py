@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels import quantize, rmsnorm, silu_mul
 from engine.kernels.rmsnorm import add_rmsnorm, reference_add_rmsnorm
@@ -99,6 +102,27 @@ def test_quantize_is_bit_for_bit_what_the_layers_do_on_a_cpu(
     expected, expected_scale = quantize.reference_quantize(x, kind)
     assert torch.equal(scale, expected_scale)
     assert torch.equal(codes, expected)
+
+
+class _DividesAsACard(TorchDispatchMode):
+    """On CUDA torch multiplies with the inverse of a number of Python's (BinaryDivTrueKernel.cu)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.div.Tensor and not isinstance(args[1], Tensor):
+            return args[0] * torch.full_like(args[0], args[1]).reciprocal()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+def test_the_reference_is_the_same_to_the_last_bit_on_a_card(kind: str) -> None:
+    """Where it runs when a card is checked, and a scale that is off by a bit would be the kernel's fault."""
+    x = randn(200, 64, seed=4)
+    codes, scale = quantize.reference_quantize(x, kind)
+    with _DividesAsACard():
+        assert (x.abs().amax(-1) / 448.0 != x.abs().amax(-1) / torch.full((), 448.0)).any()
+        there, there_scale = quantize.reference_quantize(x, kind)
+    assert torch.equal(there_scale, scale)
+    assert torch.equal(there, codes)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
