@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.check import ceilings, correctness
+from tests.gpu.check import ceilings, correctness, timing
 from tests.gpu.check.case import Case
 from tests.gpu.check.settings import Settings
 from tests.gpu.check.timing import MIN_NODES, Timer
 
 CUDA = torch.device("cuda", 0)
 NODE_S = 2e-6
+LAUNCH_S = 1e-5  # until a graph is on its way, which a card waits for that has nothing else to do
 
 
 class Card:
@@ -26,6 +28,7 @@ class Card:
         self.capturing = False
         self.nodes = 0
         self.now_s = 0.0
+        self.busy = False
 
     def launch(self) -> None:
         if self.capturing:
@@ -38,7 +41,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
     class Graph:
         def replay(self) -> None:
-            made.now_s += made.nodes * NODE_S
+            made.now_s += made.nodes * NODE_S + (0.0 if made.busy else LAUNCH_S)
+            made.busy = False
 
     class Event:
         def __init__(self, enable_timing: bool = False) -> None:
@@ -71,6 +75,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         "graph_pool_handle": lambda: (0, 1),
         "graph": capture,
         "Event": Event,
+        "_sleep": lambda cycles: setattr(made, "busy", True),
         "empty_cache": lambda: None,
         "get_device_properties": lambda device=None: properties,
     }.items():
@@ -79,6 +84,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 
 def test_a_kernel_is_timed_by_nodes_of_a_graph(card: Card) -> None:
+    """And by nothing that the host takes: the card is busy until all is launched."""
     timer = Timer(CUDA, quick=False)
     for count in (1, 5, 40):
         assert timer.kernel_s([card.launch] * count) == pytest.approx(NODE_S)
@@ -108,6 +114,32 @@ def test_launches_are_counted_one_by_one(card: Card, monkeypatch: pytest.MonkeyP
     assert found["graph_node_s"] == pytest.approx(NODE_S)
     assert card.nodes == ceilings.NODES
     assert missing == {}
+
+
+def test_products_in_fp8_are_held_against_the_kind_that_linear_layers_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slower sums would make a ceiling that is easy to reach."""
+    asked: list[dict[str, Any]] = []
+    real = torch._scaled_mm
+
+    def scaled(*args: Any, **options: Any) -> torch.Tensor:
+        asked.append(options)
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    assert ceilings._fp8(Timer(torch.device("cpu"), quick=True), 32, torch.device("cpu")) > 0
+    assert asked
+    assert all(options["use_fast_accum"] for options in asked)
+
+
+def test_a_card_is_warmed_up_before_anything_is_measured(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "WARM_S", 0.02)
+    ran: list[int] = []
+    began = time.perf_counter()
+    Timer(CUDA, quick=False).warm_up(lambda: ran.append(1))
+    assert time.perf_counter() - began >= 0.02
+    assert ran
 
 
 def case_of(results: list[float]) -> Case:

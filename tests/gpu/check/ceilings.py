@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.linear import product_fp8
 from tests.gpu.check.context import Context
 from tests.gpu.check.timing import Timer
 
@@ -18,12 +19,14 @@ def run(context: Context) -> dict[str, Any]:
     """Bytes, operations and seconds. What a device does not have is None, and ``missing`` says why."""
     timer, settings, device = context.timer, context.settings, context.device
     found = context.begin(missing={})
+    x, weight = (torch.randn(settings.product, settings.product, device=device).bfloat16() for _ in range(2))
+    timer.warm_up(lambda: F.linear(x, weight))
     found["copy_bytes_per_s"] = _copy(timer, settings.buffer_bytes, device)
     found["readers"] = _readers(timer, settings.buffer_bytes, device)
     # Whatever reads fastest is nearest to what can be read; a copy reads half of what it moves.
     found["read_bytes_per_s"] = max(*found["readers"].values(), found["copy_bytes_per_s"])
     timer.free()
-    found["bf16_flops_per_s"] = _bf16(timer, settings.product, device)
+    found["bf16_flops_per_s"] = 2 * settings.product**3 / timer.kernel_s([lambda: F.linear(x, weight)])
     try:
         found["fp8_flops_per_s"] = _fp8(timer, settings.product, device)
     except (RuntimeError, NotImplementedError, ValueError) as error:
@@ -53,20 +56,13 @@ def _readers(timer: Timer, nbytes: int, device: torch.device) -> dict[str, float
     return {name: rows.nbytes / timer.kernel_s([run]) for name, run in work.items()}
 
 
-def _bf16(timer: Timer, n: int, device: torch.device) -> float:
-    x, weight = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
-    return 2 * n**3 / timer.kernel_s([lambda: F.linear(x, weight)])
-
-
 def _fp8(timer: Timer, n: int, device: torch.device) -> float:
-    """With a scale for each row and column, as linear layers use it."""
+    """With a scale for each row and column and sums in the tensor cores, as linear layers use it."""
     x, weight = (torch.randn(n, n, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     ones = torch.ones(n, device=device)
 
     def product() -> torch.Tensor:
-        return torch._scaled_mm(
-            x, weight.t(), scale_a=ones.unsqueeze(1), scale_b=ones.unsqueeze(0), out_dtype=torch.bfloat16
-        )
+        return product_fp8(x, ones, weight, ones, torch.bfloat16)
 
     return 2 * n**3 / timer.kernel_s([product])
 

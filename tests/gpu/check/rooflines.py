@@ -8,15 +8,17 @@ twice the last cache, so that memory is what is measured.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.attention.paged_triton import PROGRAMS_A_PROCESSOR
 from engine.kernels.attention_parts import Parts
 from engine.kernels.attention_rows import most_splits, plan_splits
-from engine.kernels.linear import product, product_fp8
+from engine.kernels.linear import product, product_expanded, product_fp8
 from engine.kernels.paged_attention import paged_attention, tiles_for
 from engine.kernels.qkv import qk_norm_rope_kv_write
 from engine.kernels.quantize import quantize
@@ -25,7 +27,7 @@ from engine.kernels.sample import sample
 from engine.kernels.silu_mul import silu_mul
 from engine.kernels.vocabulary import Found
 from engine.kernels.weight_only_gemm import pack
-from engine.layers.precision.quantize import quantize_fp8, quantize_int4, quantize_int8
+from engine.layers.precision.quantize import INT4_GROUP, quantize_fp8, quantize_int4, quantize_int8
 from engine.layers.rope import RotaryTable
 from engine.models.rope import RopeSpec
 from tests.gpu.check.case import BF16, Sizes
@@ -35,7 +37,7 @@ from tests.gpu.check.correctness import sizes
 from tests.gpu.check.timing import Work
 
 BUDGET_S = 45.0
-PROGRAMS_A_PROCESSOR = 2  # as the engine plans its splits
+MOST_WIDENED = 64  # rows of a product that reads weights in few bits as they are
 
 
 class Book:
@@ -214,12 +216,14 @@ def _products(book: Book, context: Context, s: Sizes, tokens: tuple[int, ...]) -
     }  # fmt: skip
     if context.settings.tiny:
         shapes = {"o": (64, 128)}
-    width = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 8 / 128}
+    # Bytes of a weight; in int4 with a scale in 16 bits and a zero in 8 for each group.
+    width = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 3 / INT4_GROUP}
     for n in tokens:
         for name, (out, cols) in shapes.items():
             for kind, each in width.items():
+                expands = kind in ("int8", "int4") and n > MOST_WIDENED
                 book.take(
-                    f"product {kind} {name}, {n} rows",
+                    f"product {kind}{' expanded' if expands else ''} {name}, {n} rows",
                     lambda k=kind, e=each, o=out, c=cols, n=n: _product(context, k, n, o, c, e),  # type: ignore[misc]
                     ceiling="read_bytes_per_s",
                     flops="fp8_flops_per_s" if kind == "fp8" else "bf16_flops_per_s",
@@ -231,7 +235,7 @@ def _product(
 ) -> tuple[list[Work], float, float]:
     device = context.device
     x = torch.randn(n, cols, device=device).to(BF16)
-    moved = out * cols * width + n * (cols + out) * 2
+    moved = out * cols * width + n * (cols * (1 if kind == "fp8" else 2) + out * 2)
     calls: list[Work] = []
     for _ in range(context.timer.copies(int(out * cols * width), most=16)):
         plain = torch.empty(out, cols, dtype=BF16, device=device).normal_(std=0.02)
@@ -247,7 +251,8 @@ def _product(
             )
         else:
             packed = pack(quantize_int4(plain) if kind == "int4" else quantize_int8(plain))
-            calls.append(lambda w=packed: product(x, w))  # type: ignore[misc]
+            multiply = product if n <= MOST_WIDENED else product_expanded
+            calls.append(partial(multiply, x, packed))
     return calls, moved, 2.0 * n * out * cols
 
 

@@ -1,9 +1,9 @@
 """How long work takes on the device: the one place where a card and a CPU differ.
 
 On a card calls are captured in a CUDA graph and timed between two events, for launching a kernel from Python
-takes longer than most kernels do. So a figure holds what lies between two nodes of a graph, about a
-microsecond, as it does in the engine. Who wants memory to be read and not the cache gives calls over several
-buffers.
+takes longer than most kernels do. The card is kept busy until both events and the graph are on their way to
+it. So a figure holds what lies between two nodes of a graph, about a microsecond, as it does in the engine,
+and nothing of the host's. Who wants memory to be read and not the cache gives calls over several buffers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from engine.graphs.driver import stop_recording
 
 Work = Callable[[], object]
 MIN_NODES = 24  # launches of a graph that is timed
+WARM_S = 0.5
+BUSY_CYCLES = 200_000  # about 0.1 ms, longer than it takes to launch a graph
 
 
 class Timer:
@@ -75,13 +77,14 @@ class Timer:
         return graph
 
     def events_s(self, work: Work) -> float:
-        """Median seconds between two events around ``work``."""
+        """Median seconds of the card's own time between two events around ``work``."""
         work()
         self.synchronize()
         times: list[float] = []
         end = time.perf_counter() + self._budget_s
         while self._goes_on(times, end):
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(BUSY_CYCLES)
             first.record()
             work()
             last.record()
@@ -102,6 +105,13 @@ class Timer:
             self.synchronize()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
+
+    def warm_up(self, work: Work) -> None:
+        """Run ``work`` until a card that was idle has raised its clocks."""
+        end = time.perf_counter() + (WARM_S if self.on_card else 0.0)
+        while time.perf_counter() < end:
+            work()
+            self.synchronize()
 
     def _goes_on(self, times: list[float], end: float) -> bool:
         return len(times) < 3 or (time.perf_counter() < end and len(times) < self._most)
