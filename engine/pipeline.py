@@ -191,6 +191,7 @@ class Pipeline:
         self._try_launch(step, prepared)
         if step.flight is not None:
             self._ahead = step
+            self._runner.graphs.counts.ahead += 1
         elif step.error is not None and step.has_copies:
             log.error("a step was not computed, nor may the copies before it be made: %s", step.error)
             self._copies_lost = True

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 MAX_PROMPT_CHARS = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 20
@@ -397,6 +397,7 @@ class GraphUse(_Struct, frozen=True, kw_only=True):
     padded_tok: UInt = 0  # of them, those that nobody had: they filled a shape up
     missed_n: Counts = {}  # steps by reason
     logits_n: Counts = {}  # replayed ones whose tokens were chosen outside the graph, by reason
+    ahead_n: UInt = 0  # launched before the tokens of the step before were read, replayed or not
     graphs_n: UInt = 0  # that are held now
     graph_bytes: UInt = 0  # of device memory that they took
     budget_bytes: UInt = 0  # past which none is captured

@@ -44,6 +44,13 @@ class GraphFacts(QWidget):
             FactSpec(
                 "replayed", tr("replayed"), tr("Steps replayed from a graph, and their share of all steps.")
             ),
+            FactSpec(
+                "ahead", tr("launched ahead"),
+                tr(
+                    "Steps launched before the tokens of the step before were read, which were fed to them "
+                    "on the device, and their share of all steps."
+                ),
+            ),
             *(FactSpec(f"missed {i}", tr("by itself"), by_itself) for i in range(MISSES)),
             *(FactSpec(f"outside {i}", tr("chosen outside"), outside) for i in range(OUTSIDES)),
             FactSpec(
@@ -67,6 +74,7 @@ class GraphFacts(QWidget):
         steps = use.replayed_n + sum(use.missed_n.values())
         facts = self.facts
         facts.show_fact("replayed", _share(use.replayed_n, steps), str(count(use.replayed_n)))
+        facts.show_fact("ahead", _share(use.ahead_n, steps) if use.ahead_n else "", str(count(use.ahead_n)))
         self._show_reasons("missed", MISSES, use.missed_n, REASONS, steps)
         self._show_reasons("outside", OUTSIDES, use.logits_n, OUTSIDE, use.replayed_n)
         facts.show_fact("padding", _share(use.padded_tok, use.replayed_tok))

@@ -53,6 +53,7 @@ class GraphCounts:
     tokens: int = 0  # computed in replays, padding included
     padded_tokens: int = 0  # of them, those computed for nobody
     logits: Counter[str] = field(default_factory=Counter)  # hits that ended with the logits, by reason
+    ahead: int = 0  # launched behind a step whose tokens were not read yet, replayed or not
 
 
 BUFFERS = 2  # on the host: the next step may be launched before this one's results are read

@@ -95,6 +95,7 @@ class Graphs:
             padded_tok=counts.padded_tokens,
             missed_n=dict(counts.misses),
             logits_n=dict(counts.logits),
+            ahead_n=counts.ahead,
             graphs_n=0 if forward is None else forward.num_graphs,
             graph_bytes=0 if forward is None else forward.nbytes,
             budget_bytes=BUDGET_BYTES,

@@ -18,6 +18,7 @@ from ipc.client import Client, EngineError
 
 REPLY_S = 60.0
 GIB = 1 << 30
+GREEDY = m.Sampling()
 MEMORY = ("kv_bytes", "host_kv_bytes", "swap_bytes", "result_bytes")
 
 
@@ -41,6 +42,7 @@ class Send:
     after: int = 0
     priority: int = 0
     cancel_after: int | None = None
+    sampling: m.Sampling = GREEDY  # but for the number of tokens
 
 
 Waves = Sequence[Sequence[Send]]  # a wave begins when everything of the one before has ended
@@ -230,7 +232,7 @@ class Session:
             id=self.client.next_id(),
             prompt=send.prompt if isinstance(send.prompt, str) else None,
             tokens=None if text else list(send.prompt),  # type: ignore[arg-type]
-            sampling=m.Sampling(max_tokens=send.out, ignore_eos=True),
+            sampling=msgspec.structs.replace(send.sampling, max_tokens=send.out, ignore_eos=True),
             priority=send.priority,
             cache_salt=salt,
         )

@@ -91,6 +91,9 @@ class Engine:
     def config(self) -> Any:
         return SimpleNamespace(values=dict(self.values))
 
+    def snapshot(self) -> Any:
+        return SimpleNamespace(state=SimpleNamespace(graphs=None))
+
     def why_not(self, knob: str, value: Any) -> str:
         return "it needs another card" if value == "varlen" else ""
 

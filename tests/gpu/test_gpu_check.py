@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.check import knobs, stages, summary
+from tests.gpu.check import knobs, serving, stages, summary
 from tests.gpu.check.context import Context
 from tests.gpu.check.results import Results
 from tests.gpu.check.settings import LLAMA_3_8B, Settings
@@ -65,7 +65,7 @@ def test_the_dry_run_runs_every_stage(tmp_path: Path) -> None:
     assert any("fp8" in cell["kernels"] for cell in cells.values())
     assert results["parity"]["relative_error"] < 1e-5
     assert results["parity"]["top1_agreement_where_clear"] == 1.0
-    assert set(results["serving"]["loads"]) == {"16 bits", "all on"}
+    assert set(results["serving"]["loads"]) == {"16 bits", "all on", serving.MIXED}
     assert results["serving"]["failed"] == {}
     changes = results["knobs"]
     assert changes["failed"] == {}

@@ -157,7 +157,7 @@ def test_steps_from_graphs_are_told_with_what_stood_against_them(window: MainWin
     assert not panel.isVisible()
     use = GraphUse(
         replayed_n=1500, replayed_tok=4000, padded_tok=1000, missed_n={"prefill": 400, "new word": 100},
-        logits_n={"penalties": 150}, graphs_n=5, graph_bytes=96 * MIB, budget_bytes=1 << 30,
+        logits_n={"penalties": 150}, ahead_n=1800, graphs_n=5, graph_bytes=96 * MIB, budget_bytes=1 << 30,
     )  # fmt: skip
     show(window, link, **INT8, graphs=use)
     assert panel.isVisible()
@@ -165,6 +165,7 @@ def test_steps_from_graphs_are_told_with_what_stood_against_them(window: MainWin
     shown = [(facts.names[k].text(), facts.remarks[k].full_text, plain(facts.value(k))) for k in facts.values]
     assert [(name, plain(remark), value) for name, remark, value in shown if value] == [
         ("replayed", "1,500", "75 %"),
+        ("launched ahead", "1,800", "90 %"),
         ("by itself", "prompts to compute", "20 %"),
         ("by itself", "new word", "5.0 %"),
         ("chosen outside", "penalties on long texts", "10 %"),

@@ -95,6 +95,9 @@ def test_steps_are_launched_before_tokens_are_read(
     decoding = [s.decode_reqs for s in engine.heard.steps if "+sample" in s.kernels]
     assert found == (decoding if overlap else [])
     assert {1, 2, 3} == set(decoding)
+    use = engine.core.state().graphs
+    assert use is not None
+    assert use.ahead_n == len(found)
     assert all(row.computed_tok == row.prompt_tok + row.output_tok - 1 for row in rows_of(engine))
 
 

@@ -24,6 +24,7 @@ ALL_ON: dict[str, m.KnobValue] = {
     "prefix_cache": True, "batched_tokenize": True, "batched_detokenize": True, "weight_dtype": "fp8",
     "kv_dtype": "fp8_e4m3",
 }  # fmt: skip
+GREEDY = (m.Sampling(),)
 MOST_STARTS = 3
 START_S = 30.0  # of an engine with its model on a card, at a guess
 
@@ -100,16 +101,19 @@ def all_on(session: Session) -> tuple[dict[str, m.KnobValue], dict[str, str]]:
     return {knob: value for knob, value in ALL_ON.items() if knob not in off}, off
 
 
-def run_load(session: Session, load: Load, salt: str) -> Outcome:
-    """Requests at once; no two of them, nor of two runs, begin alike."""
-    return run_prompts(
-        session, [prompt(session, load.prompt, salt, r) for r in range(load.requests)], load, salt
-    )
+def run_load(session: Session, load: Load, salt: str, kinds: Sequence[m.Sampling] = GREEDY) -> Outcome:
+    """Requests at once, of these kinds in turn; no two of them, nor of two runs, begin alike."""
+    prompts = [prompt(session, load.prompt, salt, r) for r in range(load.requests)]
+    return run_prompts(session, prompts, load, salt, kinds)
 
 
-def run_prompts(session: Session, prompts: list[list[int]], load: Load, salt: str) -> Outcome:
+def run_prompts(
+    session: Session, prompts: list[list[int]], load: Load, salt: str, kinds: Sequence[m.Sampling] = GREEDY
+) -> Outcome:
     """These prompts at once. ``salt`` keeps runs out of each other's prefix cache."""
-    return session.run([[Send(prompt=each, out=load.out) for each in prompts]], arm="on", pair=0, salt=salt)
+    both = zip(prompts, itertools.cycle(kinds), strict=False)
+    sends = [Send(prompt=each, out=load.out, sampling=sampling) for each, sampling in both]
+    return session.run([sends], arm="on", pair=0, salt=salt)
 
 
 def prompt(session: Session, length: int, salt: str, number: int) -> list[int]:
