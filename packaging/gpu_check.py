@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_argument("--deadline", type=float, default=420.0, metavar="SECONDS", help="default: 420")
     cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     cli.add_argument("--tiny", action="store_true", help="small shapes, for a dry run")
+    cli.add_argument("--lost", action="store_true", help=argparse.SUPPRESS)  # it was started anew
     return cli
 
 
@@ -60,8 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         cli.error(f"there is no stage {', '.join(sorted(unknown))}; there are {', '.join(stages.NAMES)}")
     settings = Settings(
-        device=options.device, tiny=options.tiny, deadline_s=options.deadline, only=only, out=options.out
-    )
+        device=options.device, tiny=options.tiny, deadline_s=options.deadline, only=only, out=options.out,
+        lost=options.lost,
+    )  # fmt: skip
     return stages.run(settings)
 
 

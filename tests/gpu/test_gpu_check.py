@@ -21,6 +21,7 @@ from tests.gpu.check.context import Context
 from tests.gpu.check.results import Results
 from tests.gpu.check.settings import LLAMA_3_8B, Settings
 from tests.gpu.check.stages import Stage
+from tests.gpu.check.timing import Timer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "packaging" / "gpu_check.py"
@@ -144,6 +145,117 @@ def test_the_deadline_ends_what_runs_and_leaves_out_the_rest(
     assert "it takes 30 s at least" in stage["error"]
 
 
+class Became(SystemExit):
+    """Instead of the process that would be in the place of this one."""
+
+
+@pytest.fixture
+def became(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list[str], dict[str, Any]]]:
+    """With which arguments, and what the file held by then."""
+    heard: list[tuple[list[str], dict[str, Any]]] = []
+
+    def instead(arguments: list[str] | None) -> None:
+        heard.append((arguments or [], json.loads((tmp_path / "gpu.json").read_text("utf-8"))))
+        raise Became
+
+    monkeypatch.setattr(stages, "become", instead)
+    return heard
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("last", [False, True])
+def test_a_stage_that_hangs_takes_neither_its_figures_nor_the_other_stages_along(
+    last: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    became: list[tuple[list[str], dict[str, Any]]],
+) -> None:
+    """No alarm reaches a thread that waits for a kernel: the script starts anew for what is left."""
+
+    def hung(context: Context) -> dict[str, Any]:
+        found = context.begin(figure=7)
+        end = time.monotonic() + 10
+        while not became and time.monotonic() < end:
+            try:
+                time.sleep(0.05)
+            except BaseException:
+                found["reached"] = True
+        return found
+
+    monkeypatch.setattr(stages, "GRACE_S", 0.1)
+    monkeypatch.setattr(stages.faulthandler, "dump_traceback", lambda file: None)
+    given = {"before": lambda context: {"figure": 1}, "hung": hung}
+    if not last:
+        given |= {"left": lambda context: {"figure": 2}}
+    run_stages(tmp_path, monkeypatch, given, deadline_s=1.0)
+    arguments, file = became[0]
+    assert file["stages"]["before"]["result"] == {"figure": 1}
+    assert file["stages"]["hung"]["status"] == "failed"
+    assert "hung" in file["stages"]["hung"]["error"]
+    assert file["stages"]["hung"]["result"]["figure"] == 7
+    assert bool(file["summary"]) == last  # the table is that of the last process
+    assert arguments[-3:] == ([] if last else ["--only", "left", "--lost"])
+
+
+def test_a_card_that_is_lost_is_found_again_by_a_new_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, became: list[tuple[list[str], dict[str, Any]]]
+) -> None:
+    """After an illegal access nothing runs in this one, not even what frees memory."""
+
+    def lost(self: Timer) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def breaks(context: Context) -> dict[str, Any]:
+        monkeypatch.setattr(Timer, "free", lost)
+        return {"figure": 3}
+
+    with pytest.raises(Became):
+        run_stages(tmp_path, monkeypatch, {"breaks": breaks, "left": _fails, "too": _fails})
+    arguments, file = became[0]
+    assert file["stages"]["breaks"]["result"] == {"figure": 3}
+    assert arguments[-3:] == ["--only", "left,too", "--lost"]
+    assert arguments[: arguments.index("--deadline")] == [
+        "--out", str(tmp_path / "gpu.json"), "--device", "cpu", "--tiny"
+    ]  # fmt: skip
+    monkeypatch.undo()
+    code, _ = run_stages(tmp_path, monkeypatch, {"left": lambda context: {}}, only=("left",), lost=True)
+    assert code == 1  # that it went well from then on is not all
+
+
+def test_the_script_takes_its_own_place() -> None:
+    again = "from tests.gpu.check.become import become; become({})"
+    for arguments, code, said in (("['--device', 'cpu']", 2, "needs --tiny"), ("None", 1, "")):
+        done = subprocess.run(
+            [sys.executable, "-c", again.format(arguments)],
+            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+        assert (done.returncode, said in done.stderr) == (code, True)
+
+
+def test_a_stage_has_a_time_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the first that takes too long does not leave the others without any."""
+
+    def forever(context: Context) -> dict[str, Any]:
+        time.sleep(50)
+        return {}
+
+    made = (Stage("long", forever, 0.0, 0.3), Stage("next", lambda context: {"figure": 1}, 0.0))
+    monkeypatch.setattr(stages, "STAGES", made)
+    settings = Settings("cpu", False, 60.0, None, tmp_path / "gpu.json")
+    began = time.monotonic()
+    assert stages.run(settings) == 1
+    assert time.monotonic() - began < 20
+    found = json.loads(settings.out.read_text("utf-8"))["stages"]
+    assert [found[name]["status"] for name in ("long", "next")] == ["failed", "ok"]
+
+
+def test_every_stage_on_a_card_leaves_time_for_those_behind_it() -> None:
+    most = [stage.most_s for stage in stages.STAGES if stage.name != "knobs"]  # which asks what is left
+    assert all(stage.least_s <= stage.most_s for stage in stages.STAGES)
+    assert max(most) <= 150.0
+
+
 def test_a_rerun_keeps_what_it_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = {"a": lambda context: {"figure": 1}, "b": lambda context: {"figure": 2}}
     run_stages(tmp_path, monkeypatch, first)
@@ -204,6 +316,26 @@ def test_figures_are_judged_by_the_worst_of_them(tmp_path: Path) -> None:
     assert rows[CASES[4]]["why"] == "prefill was not run"
     results.data["summary"] = list(rows.values())
     assert "missed" in summary.table(results)
+
+
+def test_what_a_stage_had_found_when_it_failed_counts(tmp_path: Path) -> None:
+    results = held(tmp_path, {})
+    ceilings = {"read_bytes_per_s": 4e12, "bf16_flops_per_s": 7e14, "fp8_flops_per_s": None}
+    results.put("ceilings", "failed", 1.0, error="no launch could be timed", result=ceilings)
+    cells = {"bf16, batch 1, 1024": {"of_floor": 0.9}}
+    results.put("decode", "failed", 1.0, error="Traceback\nat the deadline", result={"cells": cells})
+    results.put("prefill", "failed", 1.0, error="no memory", result={})
+    settings = Settings("cpu", False, 1.0, None, tmp_path / "x")
+    context = Context(settings, results, torch.device("cpu"), Timer(torch.device("cpu"), quick=True))
+    assert context.ceilings() == ceilings
+    rows = {row["case"]: row for row in summary.rows(results)}
+    assert (rows[CASES[0]]["verdict"], rows[CASES[0]]["measured"]) == ("met", 0.9)
+    assert rows[CASES[0]]["why"] == "decode failed: at the deadline"
+    assert rows[CASES[1]]["why"] == "decode failed: at the deadline"
+    assert rows[CASES[4]]["why"] == "prefill failed: no memory"
+    results.put("ceilings", "failed", 1.0, error="nothing", result={"read_bytes_per_s": 4e12})
+    with pytest.raises(RuntimeError, match="ceilings failed: nothing"):
+        context.ceilings()
 
 
 def test_the_grid_is_that_of_the_goals() -> None:

@@ -44,6 +44,11 @@ class Results:
         result: dict[str, Any] | None = found.get("result") if found.get("status") == "ok" else None
         return result
 
+    def so_far(self, stage: str) -> dict[str, Any]:
+        """What a stage found, until it failed too."""
+        found: dict[str, Any] = self.data["stages"].get(stage, {}).get("result") or {}
+        return found
+
     def why_not(self, stage: str) -> str:
         """Why there is nothing of a stage."""
         found = self.data["stages"].get(stage)

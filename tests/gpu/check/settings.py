@@ -61,6 +61,7 @@ class Settings:
     deadline_s: float
     only: tuple[str, ...] | None
     out: Path
+    lost: bool = False  # a process before this one was, in a stage that counts as failed
 
     @property
     def config(self) -> dict[str, Any]:

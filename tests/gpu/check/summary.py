@@ -24,17 +24,22 @@ class Goal:
 
 
 def _cell(name: str) -> Callable[[Found], dict[str, float]]:
-    return lambda found: {name: found["cells"][name]["of_floor"]} if name in found["cells"] else {}
+    return lambda found: {each: cell["of_floor"] for each, cell in _rows(found, "cells") if each == name}
+
+
+def _rows(found: Found, what: str) -> Iterable[tuple[str, Any]]:
+    """Of a stage that may have failed before it got there."""
+    return (found.get(what) or {}).items()
 
 
 def _kernels(pattern: str, least: int) -> Callable[[Found], dict[str, float]]:
     """Kernels whose name fits, with at least so many rows: the number that the pattern's group holds."""
 
     def measure(found: Found) -> dict[str, float]:
-        fitting = {name: re.fullmatch(pattern, name) for name in found["kernels"]}
+        fitting = ((name, row, re.fullmatch(pattern, name)) for name, row in _rows(found, "kernels"))
         return {
-            name: found["kernels"][name]["of_roofline"]
-            for name, fits in fitting.items()
+            name: row["of_roofline"]
+            for name, row, fits in fitting
             if fits is not None and int(fits.group(1)) >= least
         }
 
@@ -42,11 +47,11 @@ def _kernels(pattern: str, least: int) -> Callable[[Found], dict[str, float]]:
 
 
 def _prompts(found: Found) -> dict[str, float]:
-    return {f"{length} tokens": row["of_floor"] for length, row in found["prompts"].items()}
+    return {f"{length} tokens": row["of_floor"] for length, row in _rows(found, "prompts")}
 
 
 def _loop(found: Found) -> dict[str, float]:
-    loads = found["loads"].items()
+    loads = _rows(found, "loads")
     return {name: row["beyond_forward"] for name, row in loads if row["beyond_forward"] is not None}
 
 
@@ -79,16 +84,18 @@ def _row(goal: Goal, results: Results) -> dict[str, Any]:
     sign, whole = ("at most", "a step") if goal.at_most else ("at least", "the floor")
     asked = f"{sign} {goal.share:.0%} of {whole}"
     row: dict[str, Any] = {"case": goal.case, "goal": asked, "measured": None, "why": ""}
-    found = results.of(goal.stage)
-    if found is None:
-        return row | {"verdict": "not measured", "why": results.why_not(goal.stage)}
+    found = results.so_far(goal.stage)
     parts = goal.measure(found)
+    if not parts and results.of(goal.stage) is None:
+        return row | {"verdict": "not measured", "why": results.why_not(goal.stage)}
     if not parts:
         missing = {**(found.get("not_run") or {}), **(found.get("failed") or {})}
         return row | {"verdict": "not measured", "why": _missing(goal.stage, missing, results)}
     worst = (max if goal.at_most else min)(parts, key=lambda name: parts[name])
     met = parts[worst] <= goal.share if goal.at_most else parts[worst] >= goal.share
     why = f"the worst of {len(parts)}: {worst}" if len(parts) > 1 else ""
+    if results.of(goal.stage) is None:  # what it had found counts, and that it is not all of it
+        why = "; ".join(filter(None, (why, results.why_not(goal.stage))))
     if results.data["identity"]["device"] == "cpu":
         return row | {"verdict": "not measured", "why": "a dry run on a CPU says nothing of a card"}
     return row | {"verdict": "met" if met else "missed", "measured": parts[worst], "why": why}
