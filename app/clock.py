@@ -17,6 +17,7 @@ from PySide6.QtWidgets import QWidget
 
 FRAME_MS = 100
 FIGURES_EVERY = 5  # frames: 2 Hz
+ROWS_EVERY = 2  # of tables
 
 
 @dataclass(slots=True)

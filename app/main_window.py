@@ -34,7 +34,7 @@ from PySide6.QtWidgets import (
 
 from app import i18n, status
 from app.actions import ACTIONS, MENUS, ActionRegistry
-from app.clock import FIGURES_EVERY, FrameClock
+from app.clock import FIGURES_EVERY, ROWS_EVERY, FrameClock
 from app.console import Console
 from app.i18n import N_, tr, tr_later
 from app.lab.load_run import LoadRun
@@ -275,7 +275,9 @@ class MainWindow(WindowActions):
         for chart in (self.ttft, self.tpot, self.throughput):
             clock.register(chart, chart.refresh)
             clock.register(chart, chart.refresh_figures, FIGURES_EVERY)
-        for panel in (self.kv_map, self.bandwidth, self.requests, self.timeline, self.stages):
+        clock.register(self.requests, self.requests.refresh, ROWS_EVERY)
+        clock.register(self.requests, self.requests.refresh_figures, FIGURES_EVERY)
+        for panel in (self.kv_map, self.bandwidth, self.timeline, self.stages):
             clock.register(panel, panel.refresh)
             clock.register(panel, panel.refresh_figures, FIGURES_EVERY)
         for other in (self.optimizations, self.playground, self.log):

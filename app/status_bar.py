@@ -11,7 +11,7 @@ from app import status
 from app.i18n import language, tr
 from app.settings import TIME_WINDOWS_S
 from app.units import percent, seconds, span
-from app.widgets.basic import ElidedLabel, button, label, set_role, set_tip
+from app.widgets.basic import ElidedLabel, FigureLabel, button, set_role, set_tip
 from app.widgets.status_pill import StatusPill
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ class StatusLine(QStatusBar):
         self.setSizeGripEnabled(False)
         self.pill = StatusPill()
         self.engine = ElidedLabel("", "small")
-        self.age = label("", "small", tr("Time since anything was heard from the engine."))
-        self.cost = label("", "small")
+        self.age = FigureLabel("small")
+        set_tip(self.age, tr("Time since anything was heard from the engine."))
+        self.cost = FigureLabel("small")
         tip = tr("Time shown by the charts; it grows up to the chosen one. Click for the next.")
         self.span = button("", self._next_span, "flat", tip)
         self.pause = button(

@@ -9,11 +9,12 @@ status is never told by colour alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from PySide6.QtCore import QObject, Qt, Signal
-from PySide6.QtGui import QColor, QFont, QFontDatabase, QPalette
+from PySide6.QtGui import QColor, QFont, QFontDatabase, QFontMetricsF, QPalette
 from PySide6.QtWidgets import QApplication
 
 import resources
@@ -186,14 +187,24 @@ def load_fonts(app: QApplication) -> None:
     app.setFont(ui_font())
 
 
+@cache
 def ui_font(scale: float = 1.0, *, bold: bool = False) -> QFont:
-    """The interface's font with figures of equal width, so that changing numbers stand still."""
+    """The interface's font with figures of equal width, so that changing numbers stand still.
+
+    Everybody gets the same one: not to be changed.
+    """
     font = QFont()
     font.setFamilies(FAMILIES)
     font.setPointSizeF(BASE_POINT_SIZE * scale)
     font.setWeight(QFont.Weight.DemiBold if bold else QFont.Weight.Normal)
     font.setFeature(QFont.Tag("tnum"), 1)
     return font
+
+
+@cache
+def metrics(scale: float = 1.0, *, bold: bool = False) -> QFontMetricsF:
+    """How much room a text takes in `ui_font`."""
+    return QFontMetricsF(ui_font(scale, bold=bold))
 
 
 def fixed_font(scale: float = 0.92) -> QFont:

@@ -117,12 +117,16 @@ class KnobModel:
         self._ended: dict[int, ApplyEvent] = {}  # events that overtook their acceptance
         self._history = _History()
         self._now_s = 0.0
+        self._views: list[KnobView] = []  # as they were at version `_views_of`
+        self._views_of = -1
 
     # --- reading ---------------------------------------------------------------------------------
 
     def views(self) -> list[KnobView]:
         """All knobs, in the registry's order."""
-        return [self.view(knob) for knob in self._infos]
+        if self._views_of != self.version:
+            self._views, self._views_of = [self.view(knob) for knob in self._infos], self.version
+        return list(self._views)
 
     def view(self, knob: str) -> KnobView:
         """One knob. Raises KeyError for an id the engine does not have."""

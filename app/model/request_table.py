@@ -211,6 +211,7 @@ class RequestTable(QAbstractTableModel):
         self._session = session
         self._rows: list[RequestView] = []  # oldest first; shown from the end
         self._at: dict[Key, int] = {}
+        self._texts: dict[Key, list[str]] = {}  # of the rows that somebody has read
         self._seen_rev = -1
 
     def refresh(self) -> None:
@@ -227,13 +228,11 @@ class RequestTable(QAbstractTableModel):
         if len(self._rows) + len(new) > MAX_ROWS or (new and self._rows and new[0].key < self._rows[-1].key):
             self.rebuild(self._session.request_rows())
             return
-        last = len(COLUMNS) - 1
         for view in changed:
             at = self._at.get(view.key)
             if at is not None:
                 self._rows[at] = view
-                line = len(self._rows) - 1 - at
-                self.dataChanged.emit(self.index(line, 0), self.index(line, last))
+                self._tell_changed(view, len(self._rows) - 1 - at)
         if new:
             self.beginInsertRows(QModelIndex(), 0, len(new) - 1)
             for view in new:
@@ -241,9 +240,27 @@ class RequestTable(QAbstractTableModel):
                 self._rows.append(view)
             self.endInsertRows()
 
+    def _tell_changed(self, view: RequestView, line: int) -> None:
+        """Have those cells of a line painted anew that read otherwise now. Nobody saw what was never read."""
+        before = self._texts.pop(view.key, None)
+        if before is None:
+            return
+        now = self._texts[view.key] = [spec.text(view) for spec in COLUMNS]
+        for column, (old, new) in enumerate(zip(before, now, strict=True)):
+            if old != new:
+                index = self.index(line, column)
+                self.dataChanged.emit(index, index)
+
+    def _text(self, view: RequestView, column: int) -> str:
+        texts = self._texts.get(view.key)
+        if texts is None:
+            texts = self._texts[view.key] = [spec.text(view) for spec in COLUMNS]
+        return texts[column]
+
     def rebuild(self, rows: list[RequestView]) -> None:
         """Show these rows, in any order."""
         self.beginResetModel()
+        self._texts.clear()
         self._rows = sorted(rows, key=lambda v: v.key)[-MAX_ROWS * 3 // 4 :]
         self._at = {view.key: i for i, view in enumerate(self._rows)}
         self.endResetModel()
@@ -268,7 +285,7 @@ class RequestTable(QAbstractTableModel):
             return None
         view, spec = self.view_at(index.row()), COLUMNS[index.column()]
         if role == Qt.ItemDataRole.DisplayRole:
-            return spec.text(view)
+            return self._text(view, index.column())
         if role == Qt.ItemDataRole.TextAlignmentRole:
             side = Qt.AlignmentFlag.AlignRight if spec.right else Qt.AlignmentFlag.AlignLeft
             return side | Qt.AlignmentFlag.AlignVCenter

@@ -121,6 +121,7 @@ class SessionModel:
         self._holes = Holes()
         self._session_starts: deque[float] = deque(maxlen=100)
         self._begun_s: float | None = None
+        self._kpis: tuple[float, Kpis] | None = None  # of which window; none since the last batch
 
     @property
     def timeline(self) -> BinTable:
@@ -137,6 +138,7 @@ class SessionModel:
     def ingest(self, batch: Batch) -> None:
         """Take in one batch of the link; call it once for each `drain`."""
         self.now_s, self.link = batch.now_s, batch.link
+        self._kpis = None
         if self._begun_s is None:
             self._begun_s = batch.now_s
         self.heartbeat = batch.link.heartbeat
@@ -249,7 +251,12 @@ class SessionModel:
         return max(min(self.window_s, self.now_s - begun_s), 1e-9)
 
     def kpis(self) -> Kpis:
-        """The strip's figures over the last ``window_s`` seconds."""
+        """The strip's figures over the last ``window_s`` seconds, worked out once for each batch."""
+        if self._kpis is None or self._kpis[0] != self.window_s:
+            self._kpis = self.window_s, self._work_out_kpis()
+        return self._kpis[1]
+
+    def _work_out_kpis(self) -> Kpis:
         steps, book, span_s = self._window(), self._book, self.window_s
         quiet = f"{NO_TRAFFIC} in the last {span_s:g} s"
 

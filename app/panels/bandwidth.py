@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from PySide6.QtCore import Qt, Signal
 from PySide6.QtGui import QResizeEvent
-from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
+from PySide6.QtWidgets import QGridLayout, QWidget
 
 from app.i18n import N_, tr, tr_engine, tr_later
 from app.panels.charts import TimelineChart
 from app.panels.view import ChartView
 from app.units import NONE, Quantity, bandwidth, data, flops, percent, significant, tick
-from app.widgets.basic import column, label, plain_tip, set_tip
+from app.widgets.basic import FigureLabel, FlowingLabel, column, label, plain_tip, set_tip
 from app.widgets.chart_header import SeriesSpec
 from ipc.messages import GpuRow
 
@@ -46,10 +46,10 @@ class BandwidthPanel(QWidget):
         self._grid.setContentsMargins(12, 0, 12, 0)
         self._grid.setHorizontalSpacing(10)
         self._grid.setVerticalSpacing(1)
-        self._values: dict[str, QLabel] = {}
+        self._values: dict[str, FigureLabel] = {}
         self._add_rows()
         self.verdict = label("", "title")
-        self.explanation = label("", "dim", wrap=True)
+        self.explanation = FlowingLabel("dim")
         self.source = label("", "small", wrap=True)
         words = column(self.verdict, self.explanation, self.source, spacing=1, margins=(12, 0, 12, 5))
         self.setLayout(column(self.chart, self._grid, words, spacing=4))
@@ -77,7 +77,7 @@ class BandwidthPanel(QWidget):
             ),
         )
         for i, (key, name, tip) in enumerate(rows):
-            head, value = label(name, "dim"), label("")
+            head, value = label(name, "dim"), FigureLabel()
             value.setAlignment(Qt.AlignmentFlag.AlignRight)
             for part in (head, value):
                 set_tip(part, tip)

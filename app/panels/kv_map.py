@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 from PySide6.QtCore import Signal, Slot
-from PySide6.QtWidgets import QGridLayout, QLabel, QStackedLayout, QWidget
+from PySide6.QtWidgets import QGridLayout, QStackedLayout, QWidget
 
 from app.console import Console
 from app.i18n import N_, tr, tr_later
 from app.units import NONE, count, data, percent
-from app.widgets.basic import ElidedLabel, button, column, label, plain_tip, row, set_tip
+from app.widgets.basic import ElidedLabel, FigureLabel, button, column, label, plain_tip, row, set_tip
 from app.widgets.block_map import STATE_TOKENS, BlockMap, Swatch
 from app.widgets.empty_state import EmptyState
 from ipc.messages import (
@@ -56,7 +56,7 @@ class Legend(QWidget):
     def __init__(self, states: Sequence[int], columns: int, optional: Sequence[int] = ()) -> None:
         super().__init__()
         self._optional = optional
-        self.counts = {state: label("0", "count") for state in states}
+        self.counts = {state: FigureLabel("count") for state in states}
         self._entries: dict[int, QWidget] = {}
         grid = QGridLayout(self)
         grid.setContentsMargins(0, 0, 0, 0)
@@ -127,7 +127,7 @@ class KvMapPanel(QWidget):
         grid.setContentsMargins(0, 0, 0, 0)
         grid.setHorizontalSpacing(10)
         grid.setVerticalSpacing(0)
-        self.figures: dict[str, QLabel] = {}
+        self.figures: dict[str, FigureLabel] = {}
         heads = (
             ("places", tr("places"), tr("Tokens that the used blocks could hold: blocks × block size.")),
             ("held", tr("held"), tr("Tokens that they hold.")),
@@ -142,7 +142,8 @@ class KvMapPanel(QWidget):
             ),
         )
         for i, (key, name, tip) in enumerate(heads):
-            value = label(NONE)
+            value = FigureLabel()
+            value.setText(NONE)
             for part, line in ((label(name, "small"), 0), (value, 1)):
                 set_tip(part, tip)
                 grid.addWidget(part, line, i)

@@ -9,7 +9,8 @@ from PySide6.QtCore import QObject, Signal
 from app.console import Console
 from app.model.session import Figure, Marker
 from app.units import count, span
-from app.widgets.time_plot import F64, ChartMark, CrosshairLink, TimePlot
+from app.widgets.mark_flags import ChartMark
+from app.widgets.time_plot import F64, CrosshairLink, TimePlot
 
 GROWING_S = (60, 120, 180, 300, 600, 900, 1800, 3600)
 

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 
 import pyqtgraph as pg
-from PySide6.QtCore import QRectF
+from PySide6.QtCore import QRectF, Qt
+from PySide6.QtGui import QPainter, QPicture, QPixmap
+from PySide6.QtWidgets import QStyleOptionGraphicsItem, QWidget
 
 from app import theme
 from app.i18n import tr
@@ -21,7 +23,36 @@ EDGE_PX = 30
 SHRINK_AFTER_S = 5.0
 
 
-class TimeAxis(pg.AxisItem):  # type: ignore[misc]
+class StillAxis(pg.AxisItem):  # type: ignore[misc]
+    """An axis that is kept as a picture of pixels, since it stands still while the curves move."""
+
+    picture: QPicture | None  # what it draws; None: to be made anew
+
+    def __init__(self, side: str) -> None:
+        super().__init__(side)
+        self._pixels = QPixmap()
+
+    def draw_anew(self) -> None:
+        """Make the picture again, for another size."""
+        self.picture = None
+
+    def paint(self, painter: QPainter, option: QStyleOptionGraphicsItem, widget: QWidget | None) -> None:
+        box = self.boundingRect()
+        ratio = painter.device().devicePixelRatioF()
+        size = (box.size() * ratio).toSize()
+        kept = self._pixels
+        if self.picture is None or (kept.size(), kept.devicePixelRatio()) != (size, ratio):
+            self._pixels = kept = QPixmap(size)
+            kept.setDevicePixelRatio(ratio)
+            kept.fill(Qt.GlobalColor.transparent)
+            inner = QPainter(kept)
+            inner.translate(-box.topLeft())
+            super().paint(inner, option, widget)
+            inner.end()
+        painter.drawPixmap(box.topLeft(), kept)
+
+
+class TimeAxis(StillAxis):
     """The lower axis: 0 is now, to the left is the past."""
 
     def __init__(self) -> None:
@@ -56,7 +87,7 @@ def relative_time(seconds: float) -> str:
     return f"{MINUS}{minutes}{NBSP}min" if rest == 0 else f"{MINUS}{minutes}:{rest:02}"
 
 
-class ValueAxis(pg.AxisItem):  # type: ignore[misc]
+class ValueAxis(StillAxis):
     """The left axis. ``format_value`` writes one tick; on a log axis data are decimal logarithms."""
 
     def __init__(self, format_value: Format) -> None:

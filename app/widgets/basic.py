@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from PySide6.QtCore import QMargins, Qt
+from PySide6.QtCore import QEvent, QMargins, QRect, QSize, Qt
+from PySide6.QtGui import QPainter, QPaintEvent, QResizeEvent
 from PySide6.QtWidgets import (
     QFrame,
     QHBoxLayout,
@@ -31,8 +32,9 @@ def label(text: str = "", role: str = "", tip: str = "", *, wrap: bool = False) 
 
 def set_tip(widget: QWidget, tip: str) -> None:
     """Give a widget a tooltip of plain text and the same words for a screen reader."""
-    widget.setToolTip(plain_tip(tip))
-    widget.setAccessibleDescription(tip)
+    if tip != widget.accessibleDescription() or plain_tip(tip) != widget.toolTip():
+        widget.setToolTip(plain_tip(tip))
+        widget.setAccessibleDescription(tip)
 
 
 def keep_room(widget: QWidget) -> None:
@@ -148,16 +150,103 @@ class WrappedLabel(QLabel):
             self.setFixedHeight(height)
 
 
-class ElidedLabel(QLabel):
+class PaintedLabel(QLabel):
+    """A label that paints a text of its own. Qt's own lays the whole window out anew for each new text."""
+
+    def __init__(self, role: str = "") -> None:
+        super().__init__()
+        self.setTextFormat(Qt.TextFormat.PlainText)
+        self._shown = ""
+        if role:
+            self.setProperty("role", role)
+
+    def text(self) -> str:
+        """What is painted."""
+        return self._shown
+
+    def paintEvent(self, event: QPaintEvent) -> None:
+        painter = QPainter(self)
+        flags = int(self.alignment().value) | (Qt.TextFlag.TextWordWrap if self.wordWrap() else 0)
+        self.style().drawItemText(
+            painter, self.contentsRect(), flags, self.palette(), self.isEnabled(), self._shown,
+            self.foregroundRole(),
+        )  # fmt: skip
+
+
+class FigureLabel(PaintedLabel):
+    """A figure that changes often. Its room only grows, until it is empty: nothing moves beside it."""
+
+    def __init__(self, role: str = "") -> None:
+        super().__init__(role)
+        self._room = 0
+        self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
+
+    def setText(self, text: str) -> None:
+        """Show ``text``."""
+        if text != self._shown:
+            self._shown = text
+            self.setAccessibleName(text)
+            self._fit(0 if not text else self._room)
+            self.update()
+
+    def _fit(self, least: int) -> None:
+        room = max(least, self.fontMetrics().horizontalAdvance(self._shown))
+        if room != self._room:
+            self._room = room
+            self.updateGeometry()
+
+    def sizeHint(self) -> QSize:
+        return QSize(self._room, self.fontMetrics().height())
+
+    def minimumSizeHint(self) -> QSize:
+        return self.sizeHint()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() in (QEvent.Type.FontChange, QEvent.Type.StyleChange):
+            self._fit(0)
+
+
+class FlowingLabel(PaintedLabel):
+    """Words in several lines, with figures that change often. It asks for room where its height changes."""
+
+    def __init__(self, role: str = "") -> None:
+        super().__init__(role)
+        self.setAlignment(Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignTop)
+        self.setWordWrap(True)
+        policy = QSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
+        policy.setHeightForWidth(True)
+        self.setSizePolicy(policy)
+
+    def setText(self, text: str) -> None:
+        """Show ``text``."""
+        if text != self._shown:
+            before = self.heightForWidth(self.width())
+            self._shown = text
+            self.setAccessibleName(text)
+            if self.heightForWidth(self.width()) != before:
+                self.updateGeometry()
+            self.update()
+
+    def heightForWidth(self, width: int) -> int:
+        flags = int(self.alignment().value) | Qt.TextFlag.TextWordWrap
+        room = QRect(0, 0, max(1, width), 10_000)
+        return self.fontMetrics().boundingRect(room, flags, self._shown).height()
+
+    def sizeHint(self) -> QSize:
+        return QSize(0, self.heightForWidth(self.width()))
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(0, self.fontMetrics().height() if self._shown else 0)
+
+
+class ElidedLabel(PaintedLabel):
     """A label that ends in an ellipsis where it has no room, with the whole text as its tooltip."""
 
     def __init__(self, text: str = "", role: str = "") -> None:
-        super().__init__()
+        super().__init__(role)
         self._full = ""
-        self.setTextFormat(Qt.TextFormat.PlainText)
         self.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
-        if role:
-            self.setProperty("role", role)
         self.set_full_text(text)
 
     @property
@@ -168,13 +257,28 @@ class ElidedLabel(QLabel):
         """Show ``text``, shortened to the width there is."""
         if text != self._full:
             self._full = text
+            self.setAccessibleName(text)
             self._elide()
 
     def _elide(self) -> None:
         shown = self.fontMetrics().elidedText(self._full, Qt.TextElideMode.ElideRight, max(0, self.width()))
-        self.setText(shown)
-        self.setToolTip(plain_tip(self._full) if shown != self._full else "")
-        self.setAccessibleName(self._full)
+        if shown != self._shown:
+            self._shown = shown
+            self.update()
+        tip = plain_tip(self._full) if shown != self._full else ""
+        if tip != self.toolTip():
+            self.setToolTip(tip)
 
-    def resizeEvent(self, event: object) -> None:
+    def sizeHint(self) -> QSize:
+        return QSize(self.fontMetrics().horizontalAdvance(self._full), self.fontMetrics().height())
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(0, self.fontMetrics().height())
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
         self._elide()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() in (QEvent.Type.FontChange, QEvent.Type.StyleChange):
+            self._elide()

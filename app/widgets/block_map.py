@@ -54,7 +54,7 @@ class BlockMap(QAbstractScrollArea):
         self.setFrameShape(QFrame.Shape.NoFrame)
         self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
         self.viewport().setMouseTracking(True)
-        self.viewport().setAutoFillBackground(False)
+        self.viewport().setAttribute(Qt.WidgetAttribute.WA_OpaquePaintEvent)  # nothing is painted below it
         self.setFocusPolicy(Qt.FocusPolicy.StrongFocus)
         self.describe: Callable[[int], str] = lambda _block: ""
         self._state: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -137,8 +137,9 @@ class BlockMap(QAbstractScrollArea):
         count = lines * columns
         table = _colour_table()
         state = self._state[start:stop]
-        full = np.zeros(count, np.uint32)
-        empty = np.zeros(count, np.uint32)
+        ground = QColor(theme.tokens().panel).rgba()
+        full = np.full(count, ground, np.uint32)
+        empty = np.full(count, ground, np.uint32)
         full[: stop - start] = table[0][np.minimum(state, BLOCK_SWAPPED)]
         empty[: stop - start] = table[1][np.minimum(state, BLOCK_SWAPPED)]
         if self._chosen is not None:
@@ -152,19 +153,20 @@ class BlockMap(QAbstractScrollArea):
         levels[: stop - start][state == BLOCK_FREE] = inner
         levels[: stop - start][state == BLOCK_RESERVED] = inner
         rows = np.arange(inner)[None, :] >= (inner - levels)[:, None]
-        cells = np.zeros((count, cell), np.uint32)
+        cells = np.full((count, cell), ground, np.uint32)
         cells[:, :inner] = np.where(rows, full[:, None], empty[:, None])
-        picture = np.zeros((lines, cell, columns, cell), np.uint32)
+        picture = np.full((lines, cell, columns, cell), ground, np.uint32)
         picture[:, :, :, :inner] = cells.reshape(lines, columns, cell).transpose(0, 2, 1)[:, :, :, None]
         self._pixels = np.ascontiguousarray(picture.reshape(lines * cell, columns * cell))
         height, width = self._pixels.shape
-        return QImage(self._pixels.data, width, height, width * 4, QImage.Format.Format_ARGB32)
+        return QImage(self._pixels.data, width, height, width * 4, QImage.Format.Format_RGB32)
 
     def paintEvent(self, event: QPaintEvent) -> None:
         if self._image is None:
             self._image = self._render()
+        painter = QPainter(self.viewport())
+        painter.fillRect(event.rect(), QColor(theme.tokens().panel))
         if self._image is not None:
-            painter = QPainter(self.viewport())
             offset = self.verticalScrollBar().value() % self._cell
             painter.drawImage(QPointF(0, -offset), self._image)
 

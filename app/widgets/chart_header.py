@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from PySide6.QtCore import QRectF, QSize, Qt
-from PySide6.QtGui import QColor, QFontMetricsF, QPainter, QPaintEvent
+from PySide6.QtGui import QColor, QPainter, QPaintEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app import theme
@@ -53,7 +53,7 @@ class Legend(QWidget):
         self.update()
 
     def _width(self, spec: SeriesSpec) -> float:
-        small, bold = QFontMetricsF(theme.ui_font(0.9)), QFontMetricsF(theme.ui_font(0.9, bold=True))
+        small, bold = theme.metrics(0.9), theme.metrics(0.9, bold=True)
         value = self._values.get(spec.key, "")
         text = small.horizontalAdvance(spec.label) + (5 + bold.horizontalAdvance(value) if value else 0)
         return 14 + text
@@ -73,7 +73,7 @@ class Legend(QWidget):
             painter.fillRect(QRectF(x, self.height() / 2 - 1.5, 9, 3), theme.colour(spec.colour))
             painter.setFont(small)
             painter.setPen(QColor(theme.tokens().dim))
-            width = QFontMetricsF(small).horizontalAdvance(spec.label)
+            width = theme.metrics(0.9).horizontalAdvance(spec.label)
             painter.drawText(
                 QRectF(x + 14, 0, width + 2, self.height()), Qt.AlignmentFlag.AlignVCenter, spec.label
             )

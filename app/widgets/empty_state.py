@@ -33,7 +33,9 @@ class EmptyState(QWidget):
         """Let its button be pressed or not; ``why_not`` is its tooltip then."""
         if self.button is not None:
             set_enabled(self.button, usable)
-            self.button.setToolTip("" if usable else why_not)
+            tip = "" if usable else why_not
+            if tip != self.button.toolTip():
+                self.button.setToolTip(tip)
 
     def set_texts(self, title: str, text: str) -> None:
         """Change what is said."""

@@ -10,7 +10,7 @@ from PySide6.QtGui import QPainter, QPaintEvent
 from PySide6.QtWidgets import QGridLayout, QLabel, QSizePolicy, QWidget
 
 from app import theme
-from app.widgets.basic import ElidedLabel, label, plain_tip, set_tip
+from app.widgets.basic import ElidedLabel, FigureLabel, label, plain_tip, set_tip
 from app.widgets.block_map import Swatch
 
 
@@ -40,14 +40,14 @@ class Facts(QWidget):
         grid.setVerticalSpacing(1)
         grid.setColumnStretch(2, 1)
         self.names: dict[str, QLabel] = {}
-        self.values: dict[str, QLabel] = {}
+        self.values: dict[str, FigureLabel] = {}
         self.remarks: dict[str, ElidedLabel] = {}
         self._parts: dict[str, list[QWidget]] = {}
         for i, spec in enumerate(specs):
             name, remark, value = (
                 label(spec.name, "small" if role else "dim"),
                 ElidedLabel("", "small"),
-                label("", role),
+                FigureLabel(role),
             )
             for part in (remark, value):
                 part.setAlignment(Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter)
@@ -59,8 +59,8 @@ class Facts(QWidget):
             grid.addWidget(name, i, 1 if spec.token else 0, 1, 1 if spec.token else 2)
             grid.addWidget(remark, i, 2)
             grid.addWidget(value, i, 2 if spec.wide else 3, 1, 2 if spec.wide else 1)
-            for part in (name, value):
-                set_tip(part, spec.tip)
+            set_tip(name, spec.tip)
+            set_tip(value, spec.tip)
             self.names[spec.key], self.values[spec.key], self.remarks[spec.key] = name, value, remark
             self._parts[spec.key] = parts
             self.show_fact(spec.key, "")

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 from PySide6.QtCore import QPointF, QRectF, QSize, Qt, Signal
-from PySide6.QtGui import QColor, QFontMetricsF, QMouseEvent, QPainter, QPaintEvent, QPen, QPolygonF
+from PySide6.QtGui import QColor, QMouseEvent, QPainter, QPaintEvent, QPen, QPolygonF
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app import theme
@@ -53,8 +53,9 @@ class KpiTile(QWidget):
 
     def set_spark(self, values: NDArray[np.float64]) -> None:
         """The last minute's values, oldest first, NaN for gaps."""
-        self._spark = np.array(values, dtype=np.float64)
-        self.update()
+        if not np.array_equal(values, self._spark, equal_nan=True):
+            self._spark = np.array(values, dtype=np.float64)
+            self.update()
 
     def _describe(self) -> None:
         self.setAccessibleName(f"{self.title}: {self.quantity}")
@@ -64,7 +65,7 @@ class KpiTile(QWidget):
         self.clicked.emit()
 
     def sizeHint(self) -> QSize:
-        small, big = QFontMetricsF(theme.ui_font(0.9)), QFontMetricsF(theme.ui_font(1.72, bold=True))
+        small, big = theme.metrics(0.9), theme.metrics(1.72, bold=True)
         return QSize(160, math.ceil(2 * small.height() + big.height() + 2 * PAD - 2))
 
     def minimumSizeHint(self) -> QSize:
@@ -80,8 +81,8 @@ class KpiTile(QWidget):
         painter.drawRoundedRect(QRectF(self.rect()).adjusted(0.5, 0.5, -0.5, -0.5), 5, 5)
 
         small, big = theme.ui_font(0.9), theme.ui_font(1.72, bold=True)
-        small_height = QFontMetricsF(small).height()
-        big_height = QFontMetricsF(big).height()
+        small_height = theme.metrics(0.9).height()
+        big_height = theme.metrics(1.72, bold=True).height()
         left, width = float(PAD), float(self.width() - 2 * PAD)
         y = PAD - 2.0
         text_left = left
@@ -94,7 +95,7 @@ class KpiTile(QWidget):
         y += small_height + 1
         painter.setFont(big)
         painter.setPen(QColor(t.text if self.quantity.value != NONE else t.dim))
-        value_width = QFontMetricsF(big).horizontalAdvance(self.quantity.value)
+        value_width = theme.metrics(1.72, bold=True).horizontalAdvance(self.quantity.value)
         _draw(painter, big_height, left, y, width, self.quantity.value)
         painter.setFont(theme.ui_font())
         painter.setPen(QColor(t.dim))
@@ -102,7 +103,7 @@ class KpiTile(QWidget):
         y += big_height + 1
         painter.setFont(small)
         painter.setPen(QColor({"warning": t.warning_text, "alarm": t.alarm_text}.get(self.level, t.dim)))
-        note_width = QFontMetricsF(small).horizontalAdvance(self.note)
+        note_width = theme.metrics(0.9).horizontalAdvance(self.note)
         _draw(painter, small_height, left, y, width, self.note)
         spark_left = left + math.ceil((note_width + 10) / 8) * 8
         if left + width - spark_left >= SPARK_MIN_WIDTH:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyqtgraph as pg
-from PySide6.QtCore import Qt
+from PySide6.QtCore import QRectF, Qt
 
 from app import theme
 from app.i18n import tr
@@ -36,6 +36,20 @@ def decimate(t: F64, values: F64, most: int = MAX_POINTS) -> tuple[F64, F64]:
     number = finite.sum(axis=1)
     means = np.divide(total, number, out=np.full(count, math.nan), where=number > 0)
     return t.mean(axis=1), means
+
+
+class Curve(pg.PlotCurveItem):  # type: ignore[misc]
+    """A curve that may be anywhere in its view, which spares working out where it is for each new data."""
+
+    def __init__(self) -> None:
+        super().__init__(antialias=True)
+
+    def boundingRect(self) -> QRectF:
+        return QRectF(self.viewRect())
+
+    def viewTransformChanged(self) -> None:
+        self.prepareGeometryChange()
+        super().viewTransformChanged()
 
 
 class LivePlot(TimePlot):
@@ -65,7 +79,7 @@ class LivePlot(TimePlot):
         self._data: dict[str, F64] = {}
 
     def _contents(self) -> Sequence[pg.GraphicsObject]:
-        self.curves = {spec.key: pg.PlotCurveItem(antialias=True) for spec in self.series}
+        self.curves = {spec.key: Curve() for spec in self.series}
         return list(self.curves.values())
 
     # --- data ---------------------------------------------------------------------------------------
@@ -110,6 +124,7 @@ class LivePlot(TimePlot):
             else:
                 curve.setData(x, y, connect="finite")
         self._fit(extremes)
+        self._draw_soon()
 
     def _fit(self, extremes: list[float]) -> None:
         if self._log:

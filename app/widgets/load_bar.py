@@ -159,7 +159,8 @@ class LoadBar(QFrame):
         tip = "" if ready or running else tr("The engine is not ready yet.")
         if draining:
             tip = tr("Nothing more is sent. This ends the requests that still run.")
-        self.button.setToolTip(tip)
+        if tip != self.button.toolTip():
+            self.button.setToolTip(tip)
         self.progress.set_full_text(describe(progress, ready))
         fine = progress.valid and progress.phase != "failed" and not progress.failed
         set_role(self.progress, "dim" if fine else "warning")

@@ -186,6 +186,7 @@ class SeatPlot(TimePlot):
                 ends[end].append(QLineF(t_s, -lane - pad / 2, t_s, -lane - pad / 2 - height))
         whole = QRectF(-self._span_s, -float(shown), self._span_s, shown + strip)
         self._item.set_shapes(whole, seats, bars, ends, outlines)
+        self._draw_soon()
 
     def _rects(self, lanes: Lanes, strip: float, px_s: float, px_y: float) -> F64:
         """x, y, width, height [n, 4] of the bars, none narrower than a pixel."""

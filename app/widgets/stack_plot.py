@@ -142,6 +142,7 @@ class StackPlot(TimePlot):
         areas = [(self.layers[k].colour, _polygons(x, top, i, found)) for i, k in enumerate(self._above)]
         areas += [(self.layers[k].colour, _polygons(x, bottom, i, found)) for i, k in enumerate(self._below)]
         self._item.set_areas(QRectF(-self._span_s, self._low, self._span_s, self._top - self._low), areas)
+        self._draw_soon()
 
     def _fit(self, top: F64, bottom: F64, weight: F64, finite: NDArray[np.bool_]) -> None:
         # One step of a long prompt must not flatten the picture of all others.

@@ -7,31 +7,24 @@ while the data move. What is drawn between the gaps and the markers is the subcl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pyqtgraph as pg
 from numpy.typing import NDArray
-from PySide6.QtCore import QEvent, QObject, QPointF, QSize, Qt, Signal, Slot
-from PySide6.QtWidgets import QFrame, QSizePolicy
+from PySide6.QtCore import QEvent, QObject, QPoint, QPointF, QSize, Qt, Signal, Slot
+from PySide6.QtGui import QHelpEvent, QPen
+from PySide6.QtWidgets import QFrame, QGraphicsView, QSizePolicy, QToolTip
 
 from app import theme
 from app.widgets.axes import TimeAxis, ValueAxis, style_axis
-from app.widgets.basic import column
+from app.widgets.basic import column, plain_tip
 from app.widgets.chart_header import ChartHeader, SeriesSpec
+from app.widgets.mark_flags import ChartMark, MarkFlag, place
 
 F64 = NDArray[np.float64]
 MARKERS = 12
 GAPS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class ChartMark:
-    """A vertical line at ``t_s`` (seconds, 0 is now, the past is negative)."""
-
-    t_s: float
-    label: str
-    ok: bool = True
+NEAR_PX = 5  # of the pointer to a mark
 
 
 class CrosshairLink(QObject):
@@ -68,6 +61,8 @@ class TimePlot(QFrame):
         self._low = 0.0
         self._t: F64 = np.empty(0)
         self._marks: list[ChartMark] = []
+        self._mark_pens: dict[bool, QPen] = {}  # by whether the change was applied
+        self._num_gaps = 0
         self._note = ""
         self._cursor_s: float | None = None
         self._link = link or CrosshairLink(self)
@@ -85,6 +80,8 @@ class TimePlot(QFrame):
         self.plot.setAccessibleName(self.header.title.text())
         self.plot.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Expanding)
         self.plot.setMinimumHeight(40)
+        # A scene whose items tell of their changes has the whole window painted at once, scene by scene.
+        self.plot.setViewportUpdateMode(QGraphicsView.ViewportUpdateMode.NoViewportUpdate)
         item = self.plot.getPlotItem()
         item.hideButtons()
         item.setMenuEnabled(False)
@@ -94,13 +91,14 @@ class TimePlot(QFrame):
         item.vb.disableAutoRange()
         self._regions = [pg.LinearRegionItem(movable=False, pen=pg.mkPen(None)) for _ in range(GAPS)]
         self._lines = [pg.InfiniteLine(angle=90) for _ in range(MARKERS)]
-        self._texts = [pg.TextItem(anchor=(0, 0)) for _ in range(MARKERS if self._show_labels else 0)]
+        self._texts = [MarkFlag() for _ in range(MARKERS if self._show_labels else 0)]
         self._cursor = pg.InfiniteLine(angle=90)
         contents = self._contents()
         for part in (*self._regions, *self._lines, *contents, *self._texts, self._cursor):
             item.addItem(part, ignoreBounds=True)
         for part in (*self._regions, *self._lines, *self._texts, self._cursor):
             part.hide()
+        item.vb.sigResized.connect(self._on_resized)
         self.plot.scene().sigMouseMoved.connect(self._on_mouse)
         self.plot.viewport().installEventFilter(self)
         self.setLayout(column(self.header, self.plot, spacing=0, margins=(1, 1, 1, 3)))
@@ -111,6 +109,10 @@ class TimePlot(QFrame):
         """Have the markers of changes painted upon the contents, where those are areas."""
         for line in self._lines:
             line.setZValue(1)
+
+    def _draw_soon(self) -> None:
+        """Have the picture painted, together with all else that changes in this turn of the event loop."""
+        self.plot.viewport().update()
 
     def _contents(self) -> Sequence[pg.GraphicsObject]:
         """The items that show the data, made once, in the order in which they are painted."""
@@ -135,63 +137,63 @@ class TimePlot(QFrame):
         """Show so many seconds."""
         self._span_s = self.time_axis.span_s = float(span_s)
         self.plot.getPlotItem().vb.setXRange(-self._span_s, 0.0, padding=0)
+        self._draw_soon()
 
     def _set_y(self, top: float, low: float) -> None:
         if (top, low) != (self._top, self._low) or not self._t.size:
             self._top, self._low = top, low
             self.plot.getPlotItem().vb.setYRange(low, top, padding=0)
             self._place_texts()
+            self._draw_soon()
 
     # --- marks and gaps -----------------------------------------------------------------------------
 
     def set_marks(self, marks: Sequence[ChartMark]) -> None:
         """Vertical lines for changes; the newest are kept where there are too many."""
+        before = len(self._marks)
         self._marks = [mark for mark in marks if mark.t_s >= -self._span_s][-MARKERS:]
-        t = theme.tokens()
-        for i, line in enumerate(self._lines):
-            if i < len(self._marks):
-                mark = self._marks[i]
-                line.setPos(mark.t_s)
-                line.setPen(pg.mkPen(t.dim if mark.ok else t.warning, width=1))
-                line.show()
-            else:
-                line.hide()
+        for line, mark in zip(self._lines, self._marks, strict=False):
+            line.setPos(mark.t_s)
+            line.setPen(self._mark_pens[mark.ok])
+            line.show()
+        for line in self._lines[len(self._marks) : before]:
+            line.hide()
         self._place_texts()
+        self._draw_soon()
 
     def _place_texts(self) -> None:
-        """Label as many marks as fit without touching, the newest first."""
-        if not self._texts:
-            return
-        per_px = self._span_s / max(1.0, float(self.plot.getPlotItem().vb.width()))
-        metrics = self.fontMetrics()
-        taken = 0.0
-        for i, text in reversed(list(enumerate(self._texts))):
-            if i >= len(self._marks):
-                text.hide()
-                continue
-            mark = self._marks[i]
-            width_s = (metrics.horizontalAdvance(mark.label) * 0.9 + 12) * per_px
-            anchor = 0 if mark.t_s + width_s <= 0 else 1
-            left = mark.t_s if anchor == 0 else mark.t_s - width_s
-            if left + width_s > taken and taken < 0:
-                text.hide()
-                continue
-            taken = left
-            if text.toPlainText() != mark.label:
-                text.setText(mark.label)
-            text.setAnchor((anchor, 0))
-            text.setPos(mark.t_s, self._top)
-            text.show()
+        """Name the marks, where this chart does that."""
+        if self._texts:
+            place(self._texts, self._marks, self._top, self._span_s, self._view_width())
+
+    def _view_width(self) -> float:
+        """Of the area with the curves, in pixels."""
+        return float(self.plot.getPlotItem().vb.width())
+
+    def marks_at(self, point: QPoint) -> list[ChartMark]:
+        """The marks under a point of the viewport or behind the flag there, the newest first."""
+        at = self.plot.mapToScene(point)
+        for flag in self._texts:
+            if flag.covers(QPointF(point), self.plot):
+                return flag.named
+        box = self.plot.getPlotItem().vb
+        if not box.sceneBoundingRect().contains(at):
+            return []
+        t_s = float(box.mapSceneToView(at).x())
+        reach_s = NEAR_PX * self._span_s / max(1.0, self._view_width())
+        return [mark for mark in reversed(self._marks) if abs(mark.t_s - t_s) <= reach_s]
 
     def set_gaps(self, gaps: Sequence[tuple[float, float]]) -> None:
         """Stretches of time (from, to; relative to now) without data, drawn as a grey band."""
+        before = self._num_gaps
         shown = [gap for gap in gaps if gap[1] >= -self._span_s][-GAPS:]
-        for i, region in enumerate(self._regions):
-            if i < len(shown):
-                region.setRegion((max(-self._span_s, shown[i][0]), min(0.0, shown[i][1])))
-                region.show()
-            else:
-                region.hide()
+        self._num_gaps = len(shown)
+        for region, gap in zip(self._regions, shown, strict=False):
+            region.setRegion((max(-self._span_s, gap[0]), min(0.0, gap[1])))
+            region.show()
+        for region in self._regions[len(shown) : before]:
+            region.hide()
+        self._draw_soon()
 
     # --- figures ------------------------------------------------------------------------------------
 
@@ -222,12 +224,26 @@ class TimePlot(QFrame):
         else:
             self._cursor.setPos(at_s)
             self._cursor.show()
+        self._draw_soon()
         self.refresh_legend()
 
     def eventFilter(self, watched: QObject, event: QEvent) -> bool:
         if event.type() == QEvent.Type.Leave:
             self._link.moved.emit(None)
+        if event.type() == QEvent.Type.ToolTip and isinstance(event, QHelpEvent):
+            text = "\n".join(mark.sentence() for mark in self.marks_at(event.pos()))
+            if text:
+                QToolTip.showText(event.globalPos(), plain_tip(text), self)
+            else:
+                QToolTip.hideText()
+            return True
         return False
+
+    @Slot(object)
+    def _on_resized(self, _box: object) -> None:
+        for axis in (self.time_axis, self.value_axis):
+            axis.draw_anew()
+        self._place_texts()
 
     @Slot()
     def _restyle(self) -> None:
@@ -239,9 +255,6 @@ class TimePlot(QFrame):
         self.plot.setBackground(t.panel)
         for region in self._regions:
             region.setBrush(pg.mkBrush(t.raised))
-        for text in self._texts:
-            text.setColor(theme.colour("text"))
-            text.setFont(theme.ui_font(0.82))
-            text.fill = pg.mkBrush(t.panel)  # a curve must not strike the words out
+        self._mark_pens = {True: pg.mkPen(t.dim, width=1), False: pg.mkPen(t.warning, width=1)}
         self._cursor.setPen(pg.mkPen(t.dim, width=1, style=Qt.PenStyle.DotLine))
         self.set_marks(self._marks)

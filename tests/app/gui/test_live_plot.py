@@ -17,7 +17,8 @@ from PySide6.QtWidgets import QApplication
 from app import units
 from app.widgets.chart_header import SeriesSpec
 from app.widgets.live_plot import LivePlot, decimate
-from app.widgets.time_plot import ChartMark, CrosshairLink
+from app.widgets.mark_flags import ChartMark
+from app.widgets.time_plot import CrosshairLink
 
 F64 = NDArray[np.float64]
 
