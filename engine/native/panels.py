@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.native.pages import in_large_pages
 from engine.native.structs import LinearWeight
 
 PanelKind = Literal["fp32", "bf16", "int8", "int4"]
@@ -44,7 +45,7 @@ class Panels:
             _filled(part, self.width, dtype)
             for part, dtype in zip((scales, zeros, bias), dtypes, strict=True)
         ]
-        codes = codes.contiguous()
+        codes = in_large_pages(codes)
         self.held = (codes, *(part for part in parts if part is not None))
         at = [None if part is None else part.data_ptr() for part in parts]
         struct = LinearWeight(codes.data_ptr(), *at, num_panels, shape[1], group)
