@@ -16,6 +16,11 @@ constexpr int64_t BLOCK_COLS = 1024, BLOCK_ROWS = 48;  // of x: 192 KiB, to stay
 constexpr int TOGETHER = 4;                            // panels that a single row takes at once
 constexpr int CHUNKS = 16;                             // for each thread, so that all are done at about the same time
 
+// One or two rows are done with numbers of 16 bits and more before the memory has the next: then a core reads one panel
+// after the other, and what fetches ahead of it by itself does so better than if it is told.
+template <typename Kind, int M>
+constexpr bool STREAMED = M <= 2 && !Kind::CODES;
+
 // A part of the product: rows of x from `x` on, input channels [col, col_end), panels from `panel` on.
 template <typename Kind>
 struct Part {
@@ -38,7 +43,7 @@ struct Part {
             for (int p = 0; p < P; p++) readers[p] = typename Kind::Reader(w, panel + nth + p, begin);
             for (int64_t k = begin; k < end; k++) {
                 Floats wide[2 * P];
-                for (int p = 0; p < P; p++) readers[p].next(wide[2 * p], wide[2 * p + 1]);
+                for (int p = 0; p < P; p++) readers[p].template next<!STREAMED<Kind, M>>(wide[2 * p], wide[2 * p + 1]);
                 for (int m = 0; m < M; m++) {
                     const Floats value = splat(from[m * w.num_cols + k]);
                     for (int v = 0; v < 2 * P; v++) sum[m][v] += value * wide[v];
@@ -56,13 +61,14 @@ struct Part {
         return nth;
     }
 
-    // Few rows take several panels at once, so that enough sums are under way to hide each one's latency.
+    // Few rows take several panels at once, so that enough sums are under way to hide each one's latency, unless the
+    // memory is slower still.
     template <int M>
     void dispatch(int64_t row, int64_t rows, int64_t panels) const {
         if constexpr (M > 1) {
             if (rows < M) return dispatch<M - 1>(row, rows, panels);
         }
-        constexpr int P = M == 1 ? TOGETHER : M <= 3 ? 2 : 1;
+        constexpr int P = STREAMED<Kind, M> ? 1 : M == 1 ? TOGETHER : M <= 3 ? 2 : 1;
         tiles<M, 1>(row, tiles<M, P>(row, 0, panels), panels);
     }
 };
@@ -98,18 +104,47 @@ static void finish(const PanelWeight& w, float* y, int64_t first, int64_t count)
         for (int64_t i = 0; i < count; i++) y[i] += w.bias[first + i];
 }
 
+// Few rows: each thread goes through the panels in as long stretches as it can, for each begins with a wait for the memory,
+// and still all are done at about the same time: every chunk is a thread's share of what is left (guided self-scheduling,
+// Polychronopoulos and Kuck 1987).
+struct Guided {
+    int64_t panels, step, threads;
+
+    int64_t end(int64_t first) const {
+        const int64_t share = (panels - first + threads - 1) / threads;
+        return std::min(panels, first + (share + step - 1) / step * step);
+    }
+    int64_t chunks() const {
+        int64_t count = 0;
+        for (int64_t first = 0; first < panels; first = end(first)) count++;
+        return count;
+    }
+    int64_t begin(int64_t chunk) const {
+        int64_t first = 0;
+        for (; chunk > 0; chunk--) first = end(first);
+        return first;
+    }
+};
+
 template <typename Kind>
 static void product(const float* x, int64_t num_rows, const PanelWeight& w, float* y, int num_threads) {
     const int64_t y_row = w.num_panels * PANEL;
-    const int64_t wanted = (w.num_panels + num_threads * CHUNKS - 1) / (num_threads * CHUNKS);
-    const int64_t step = num_rows > ROWS ? 1 : TOGETHER;  // more rows take one panel after the other
-    const int64_t size = (wanted + step - 1) / step * step;
-    share((w.num_panels + size - 1) / size, num_threads, [&, y_row, size](int64_t chunk) {
-        const int64_t first = chunk * size, last = std::min(first + size, w.num_panels);
+    const auto compute = [&, y_row](int64_t first, int64_t last) {
         const int64_t begin = first * PANEL, count = (last - first) * PANEL;
         add_panels<Kind>(w, x, num_rows, y, y_row, first, last);
         for (int64_t row = 0; row < num_rows; row++) finish<Kind>(w, y + row * y_row + begin, begin, count);
-    });
+    };
+    if (num_rows <= ROWS) {
+        const Guided guided{w.num_panels, STREAMED<Kind, 1> ? 2 : TOGETHER, std::max(1, num_threads)};
+        return share(guided.chunks(), num_threads, [&](int64_t chunk) {
+            const int64_t first = guided.begin(chunk);
+            compute(first, guided.end(first));
+        });
+    }
+    // More take one panel after the other.
+    const int64_t size = (w.num_panels + num_threads * CHUNKS - 1) / (num_threads * CHUNKS);
+    share((w.num_panels + size - 1) / size, num_threads,
+          [&](int64_t chunk) { compute(chunk * size, std::min(chunk * size + size, w.num_panels)); });
 }
 
 extern "C" {

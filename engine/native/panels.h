@@ -2,7 +2,7 @@
 // read once and in order. Each kind says how its numbers are widened to float32.
 //
 // A reader stands at one input channel of one panel. `next` gives that channel's weights and goes on to the one behind
-// it. Within `run_end(column)` of the column that it was made for, what it holds of scales stays valid.
+// it, and may ask for what lies further on. Within `run_end(column)` of the column that it was made for, what it holds of scales stays valid.
 #pragma once
 
 #include <cstdint>
@@ -26,9 +26,9 @@ struct PanelWeight {
 };
 }
 
-template <typename Number>
+template <bool AHEAD, typename Number>
 static inline void ask_ahead(const Number* from) {
-    __builtin_prefetch(reinterpret_cast<const char*>(from) + AHEAD_BYTES);
+    if constexpr (AHEAD) __builtin_prefetch(reinterpret_cast<const char*>(from) + AHEAD_BYTES);
 }
 
 // Kinds without groups: one run over all input channels.
@@ -37,13 +37,15 @@ struct Ungrouped {
 };
 
 struct Float32Panels : Ungrouped {
+    static constexpr bool CODES = false;
     struct Reader {
         const float* from;
         Reader() = default;
         Reader(const PanelWeight& w, int64_t panel, int64_t col)
             : from(static_cast<const float*>(w.codes) + (panel * w.num_cols + col) * PANEL) {}
+        template <bool AHEAD>
         void next(Floats& low, Floats& high) {
-            ask_ahead(from);
+            ask_ahead<AHEAD>(from);
             low = load(from);
             high = load(from + WIDTH);
             from += PANEL;
@@ -54,13 +56,15 @@ struct Float32Panels : Ungrouped {
 // A bfloat16 is the upper half of the float32 of the same value. The output channels of both vectors take turns, so that
 // one load fetches a pair of them.
 struct BFloat16Panels : Ungrouped {
+    static constexpr bool CODES = false;
     struct Reader {
         const uint16_t* from;
         Reader() = default;
         Reader(const PanelWeight& w, int64_t panel, int64_t col)
             : from(static_cast<const uint16_t*>(w.codes) + (panel * w.num_cols + col) * PANEL) {}
+        template <bool AHEAD>
         void next(Floats& low, Floats& high) {
-            ask_ahead(from);
+            ask_ahead<AHEAD>(from);
             const Words both = read<Words>(from);
             low = (Floats)(both << 16);
             high = (Floats)(both & 0xffff0000u);
@@ -71,13 +75,15 @@ struct BFloat16Panels : Ungrouped {
 
 // int8 codes; their scale, one an output channel, is for the whole sum: scales [num_panels * PANEL].
 struct Int8Panels : Ungrouped {
+    static constexpr bool CODES = true;
     struct Reader {
         const int8_t* from;
         Reader() = default;
         Reader(const PanelWeight& w, int64_t panel, int64_t col)
             : from(static_cast<const int8_t*>(w.codes) + (panel * w.num_cols + col) * PANEL) {}
+        template <bool AHEAD>
         void next(Floats& low, Floats& high) {
-            ask_ahead(from);
+            ask_ahead<AHEAD>(from);
             low = Int8::widen(from);
             high = Int8::widen(from + WIDTH);
             from += PANEL;
@@ -89,6 +95,7 @@ struct Int8Panels : Ungrouped {
 // and the one WIDTH further in its high bits. scales, zeros [groups, num_panels * PANEL], a group of `group` input
 // channels each.
 struct Int4Panels {
+    static constexpr bool CODES = true;
     static int64_t run_end(const PanelWeight& w, int64_t col) { return (col / w.group + 1) * w.group; }
 
     struct Reader {
@@ -103,8 +110,9 @@ struct Int4Panels {
             low_zero = __builtin_convertvector((Ints)widened(w.zeros + at), Floats);
             high_zero = __builtin_convertvector((Ints)widened(w.zeros + at + WIDTH), Floats);
         }
+        template <bool AHEAD>
         void next(Floats& low, Floats& high) {
-            ask_ahead(from);
+            ask_ahead<AHEAD>(from);
             const Words both = widened(from);
             low = (__builtin_convertvector((Ints)(both & 15u), Floats) - low_zero) * low_scale;
             high = (__builtin_convertvector((Ints)(both >> 4), Floats) - high_zero) * high_scale;
