@@ -41,6 +41,7 @@ struct Part {
             const int64_t end = std::min(col_end, Kind::run_end(w, begin));
             typename Kind::Reader readers[P];
             for (int p = 0; p < P; p++) readers[p] = typename Kind::Reader(w, panel + nth + p, begin);
+#pragma GCC unroll 2  // or as many instructions tell where numbers are as multiply them
             for (int64_t k = begin; k < end; k++) {
                 Floats wide[2 * P];
                 for (int p = 0; p < P; p++) readers[p].template next<!STREAMED<Kind, M>>(wide[2 * p], wide[2 * p + 1]);
