@@ -97,7 +97,7 @@ def _draw(
 @triton.jit(
     do_not_specialize_on_alignment=["tops", "temperature", "top_k", "top_p", "min_p", "totals", "kept"]
 )
-def _write(
+def _distribute(
     logits,
     tops,
     temperature,
@@ -124,7 +124,7 @@ def _write(
     for part in range(parts_of(segment, n, SEGMENT, BLOCK)):
         start = segment * SEGMENT + part * BLOCK
         at, weights = kept_weights(logits + row * stride, start, n, floor, least, top, t, BLOCK)
-        share = weights.to(tl.float64) * UNIT / total
+        share = tl.where((top - top) == 0.0, weights.to(tl.float64) * UNIT / total, float("nan"))
         tl.store(out + row * n + at, share.to(tl.float32), mask=at < n)
 
 
@@ -176,11 +176,11 @@ def probabilities(
     """The launches behind which the distributions that `sample` draws from are in ``out``, float32
     [rows, vocabulary], contiguous.
 
-    For the arguments see `sample`; temperatures are above 0, logits finite or -inf.
+    For the arguments see `sample`; temperatures are above 0. A row whose largest logit is not finite is NaN.
     """
     before = searches(logits, temperature, top_k, top_p, min_p, found, greedy_below=ALL_DRAWN)
     last = Launch(
-        _write,
+        _distribute,
         tuple(found.tops.shape),
         {**_row(logits, temperature, top_k, top_p, min_p, found), "out": out},
         sizes_of(found),

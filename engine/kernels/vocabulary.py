@@ -330,17 +330,18 @@ def searches(
     yield Launch(_highest, grid, row | {"firsts": found.firsts}, sizes)
     row |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "totals": found.totals[0]}
     sizes = {"GREEDY_BELOW": greedy_below, **sizes_of(found)}
-    intervals, above = found.intervals, found.above
+    both = zip(found.intervals, found.above, strict=True)  # of even launches and of odd ones
+    pairs = [list(zip(intervals, above, strict=True)) for intervals, above in both]  # by search
+    counted, above_counted = pairs[1][0]
     for search, counts in enumerate((True, False)):
+        of_search = sizes | {"COUNT": counts}
         for step in range(_STEPS):
-            now, before = step % 2, (step + 1) % 2
+            now, before = pairs[step % 2][search], pairs[(step + 1) % 2][search]
             looked_at = {
-                "counted": intervals[1, 0], "above_counted": above[1, 0],
-                "before": intervals[before, search], "above_before": above[before, search],
-                "now": intervals[now, search], "above_now": above[now, search],
-                "step": step,
+                "counted": counted, "above_counted": above_counted, "before": before[0],
+                "above_before": before[1], "now": now[0], "above_now": now[1], "step": step,
             }  # fmt: skip
-            yield Launch(_narrow, grid, row | looked_at, sizes | {"COUNT": counts})
+            yield Launch(_narrow, grid, row | looked_at, of_search)
     row |= {"min_p": min_p, "kept": found.totals[1], **last_of(found)}
     yield Launch(_add_up, grid, row, sizes)
 

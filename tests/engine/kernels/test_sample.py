@@ -176,6 +176,11 @@ def test_rows_that_are_not_finite_are_marked_and_others_are_not_touched() -> Non
     each = [greedy, drawn, drawn, greedy, greedy]
     got = chosen(logits, each, [0] * 5, [0] * 5)
     assert got[1:4] == [NOT_FINITE] * 3
+    law = poisoned(3, 300, dtype=torch.float32).zero_()
+    cuts = settings_of([drawn, Sampling(temperature=1.0, top_k=5, top_p=0.5), drawn])
+    for launch in probabilities(logits[1:4], *cuts, law, poisoned_found(logits[1:4])):
+        launch.run()
+    assert law.isnan().all()
     assert got[0] == int(logits[0].argmax())
     assert got[4] == int(logits[4].argmax())
 
