@@ -6,7 +6,8 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.attention_choice import resolve
 from engine.availability import available
 from engine.batch import TextRow
 from engine.calibration import calibration_ids
+from engine.flight import Flight
 from engine.knob import KnobContext
 from engine.models.loader import load_model
 from engine.ops.choice import FUSED, SAMPLING
@@ -34,7 +36,18 @@ PRECISIONS = {
 class Rows:
     """A plan of a step, as `ModelRunner.execute` reads it."""
 
-    scheduled: list[TextRow] = field(default_factory=list)
+    scheduled: Sequence[TextRow] = ()
+
+
+@dataclass(slots=True)
+class Row(TextRow):
+    """A request that decodes; ``num_pending``: of its tokens, the one that is on its way."""
+
+    num_pending: int = 0
+
+    @property
+    def num_known(self) -> int:
+        return self.num_tokens + self.num_pending
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -93,13 +106,13 @@ class Model:
             else:
                 layer.random_(0, 0x70)
 
-    def rows(self, batch: int, context: int, room: int) -> list[TextRow]:
+    def rows(self, batch: int, context: int, room: int) -> list[Row]:
         """Requests that have ``context`` tokens computed and compute one more; room for ``room`` of them."""
         each = -(-(context + room) // self.settings.block_size)
         generator = torch.Generator().manual_seed(3)
         ids = torch.randint(0, 256, (context + 1,), generator=generator).tolist()
         return [
-            TextRow(
+            Row(
                 list(ids),
                 list(range(i * each, (i + 1) * each)),
                 num_new=1,
@@ -110,32 +123,81 @@ class Model:
             for i in range(batch)
         ]
 
-    def advance(self, rows: list[TextRow]) -> StepOutput:
-        """One step of decoding, as the engine's step thread would make it; each request gets one token."""
+    def advance(self, rows: list[Row]) -> StepOutput:
+        """One step of decoding by itself; each request gets one token."""
         out = self.runner.execute(Rows(rows))
         for row, ids in zip(rows, out.token_ids, strict=True):
             row.token_ids.append(ids[0] if ids else 0)
             row.num_computed += 1
         return out
 
-    def release(self, rows: list[TextRow]) -> None:
+    def advance_behind(self, flight: Flight, rows: list[Row]) -> tuple[Flight, StepOutput]:
+        """Launch a step behind one that was launched, of which each request then gets its token.
+
+        As the engine's step thread does it: the device never waits for the host.
+        """
+        for row in rows:
+            row.num_computed, row.num_pending = row.num_computed + 1, 1
+        prepared = self.runner.prepare(rows)
+        following = self.runner.launch(prepared) if flight.feeds(prepared) else None
+        if following is None:
+            raise RuntimeError("the step is not fed by the one before it")
+        return following, self._landed(flight, rows)
+
+    def begin(self, rows: list[Row]) -> Flight | None:
+        """Launch the first of steps that follow each other; None where the host chooses tokens."""
+        prepared = self.runner.prepare(rows)
+        prepared.fill()
+        return self.runner.launch(prepared)
+
+    def end(self, flight: Flight, rows: list[Row]) -> None:
+        """Let the last of them land."""
+        self._landed(flight, rows)
+
+    def _landed(self, flight: Flight, rows: list[Row]) -> StepOutput:
+        out = flight.land()
+        for row, ids in zip(rows, out.token_ids, strict=True):
+            row.token_ids.append(ids[0] if ids else 0)
+            row.num_pending = 0
+        return out
+
+    def release(self, rows: Sequence[TextRow]) -> None:
         for row in rows:
             self.runner.release(row.slot)
 
 
-def timed_steps(
-    model: Model, rows: list[TextRow], steps: int, warm: int = 3
-) -> tuple[float, float, StepOutput]:
-    """Median seconds of a step and of its forward pass, and the last step."""
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Median seconds: of a step that follows the one before at once (``overlap``; None where that cannot be),
+    of one by itself, and of its forward pass. ``out``: the last step.
+    """
+
+    overlapped_s: float | None
+    alone_s: float
+    forward_s: float
+    out: StepOutput
+
+
+def timed_steps(model: Model, rows: list[Row], steps: int, warm: int = 3) -> Timed:
+    """Steps of decoding, ``steps`` of each kind."""
     for _ in range(warm):
-        out = model.advance(rows)
-    whole, forward = [], []
+        model.advance(rows)
+    alone, forward = [], []
     for _ in range(steps):
         began = time.perf_counter()
         out = model.advance(rows)
-        whole.append(time.perf_counter() - began)
+        alone.append(time.perf_counter() - began)
         forward.append(out.forward_s)
-    return statistics.median(whole), statistics.median(forward), out
+    overlapped: list[float] = []
+    flight = model.begin(rows)
+    if flight is not None:
+        for _ in range(warm + steps):
+            began = time.perf_counter()
+            flight, out = model.advance_behind(flight, rows)
+            overlapped.append(time.perf_counter() - began)
+        model.end(flight, rows)
+    found = statistics.median(overlapped[warm:]) if overlapped else None
+    return Timed(found, statistics.median(alone), statistics.median(forward), out)
 
 
 def floor_s(out: StepOutput, ceilings: dict[str, Any], weights: str) -> float:
