@@ -12,7 +12,7 @@ Modules with kernels import triton, so ask `engine.kernels.availability.probe` f
 - ``reference...``: what each of these launches computes, in plain torch, float64 inside, which tests hold the
   kernel against.
 
-Some modules hold only parts of kernels (`dot`, `vocabulary`), or the kernel that another module launches
-behind its own (`attention_parts`): the reference is that of who uses them. `linear` puts launches together,
-those of `weight_only_gemm` among others.
+Some modules hold only parts of kernels (`dot`), or kernels that another module launches before its own
+(`vocabulary`) or behind it (`attention_parts`): the reference is that of who uses them. `linear` puts
+launches together, those of `weight_only_gemm` among others.
 """

@@ -224,7 +224,8 @@ def test_a_card_that_is_lost_is_found_again_by_a_new_process(
 
 def test_the_script_takes_its_own_place() -> None:
     again = "from tests.gpu.check.become import become; become({})"
-    for arguments, code, said in (("['--device', 'cpu']", 2, "needs --tiny"), ("None", 1, "")):
+    anew = ["--out", "x", "--device", "cpu", "--deadline", "5", "--only", "left", "--lost"]
+    for arguments, code, said in ((anew, 2, "needs --tiny"), (None, 1, "")):
         done = subprocess.run(
             [sys.executable, "-c", again.format(arguments)],
             cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
