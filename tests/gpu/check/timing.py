@@ -20,7 +20,7 @@ from engine.graphs.driver import stop_recording
 Work = Callable[[], object]
 MIN_NODES = 24  # launches of a graph that is timed
 WARM_S = 0.5
-BUSY_CYCLES = 200_000  # about 0.1 ms, longer than it takes to launch a graph
+BUSY_CYCLES = 600_000  # about 0.3 ms, longer than it takes to launch a graph of some hundred nodes
 
 
 class Timer:
