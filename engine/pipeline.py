@@ -32,7 +32,7 @@ from engine.answer import Answers
 from engine.flight import Flight
 from engine.forward_worker import ForwardWorker, Outcome, compute
 from engine.metrics import MeterReader, StageTotals, StepClock, hidden_ns, step_row
-from engine.plan import ScheduledRequest, StepPlan
+from engine.plan import StepPlan
 from engine.request import Request
 from engine.runner import CopyFailed, ModelRunner, Prepared, StepOutput
 from engine.scheduler import Scheduler
@@ -132,7 +132,7 @@ class Pipeline:
         clock = StepClock(begin=self._clock_ns())
         plan = self._scheduler.plan(clock.begin)
         self._answers.note_plan(plan)
-        _drop(plan, [row for row in plan.scheduled if row.request.rid in without])
+        plan.drop([row for row in plan.scheduled if row.request.rid in without])
         clock.planned = self._clock_ns()
         if self._flight is None:
             clock.draft = self._speculator.draft(plan, self._scheduler, self._clock_ns)
@@ -156,7 +156,7 @@ class Pipeline:
         if landing == "clean" and ended:
             if step.flight is not None:  # launched with them
                 step.entries = [i for i, row in enumerate(plan.scheduled) if row.request.is_running]
-            _drop(plan, ended)
+            plan.drop(ended)
             if step.flight is None:
                 self._prepare(step)
         if landing == "clean" and plan.scheduled:
@@ -174,7 +174,7 @@ class Pipeline:
             self._ahead = None
             for slot in step.freed_slots:
                 self._runner.release(slot)
-        _absorb(self._unlaunched, step.plan)
+        self._unlaunched.absorb(step.plan)
 
     def launch_ahead(self, step: Step) -> None:
         """Launch a staged step behind the one in flight if that feeds it. Else it waits for the landing."""
@@ -200,7 +200,7 @@ class Pipeline:
     def launch(self, step: Step) -> None:
         """Begin to compute a staged step, if it was not launched ahead. The one before must have landed."""
         plan, clock = step.plan, step.clock
-        _absorb(plan, self._unlaunched)
+        plan.absorb(self._unlaunched)
         self._unlaunched = StepPlan()
         self.num_launched += 1
         step.number = self.num_launched
@@ -330,7 +330,7 @@ class Pipeline:
                 row.request.recompute_ns += share
                 recompute_ns += share
         if plan.draft_tokens:
-            _share_drafting(plan, clock.draft, forward_ns)
+            plan.share_drafting(clock.draft, forward_ns)
         self._speculator.learn(plan, out)
         self.prefill_tokens += plan.prefill_tokens
         self.decode_tokens += plan.decode_tokens
@@ -392,37 +392,4 @@ class Pipeline:
             if request.is_running and request.num_computed:
                 again.preemptions.append(self._scheduler.preempt(request, now, "rebuild"))
         self._answers.note_plan(again)
-        _absorb(plan, again)
-
-
-def _drop(plan: StepPlan, rows: list[ScheduledRequest]) -> None:
-    """Take rows out of a plan and out of its counts."""
-    if not rows:
-        return
-    gone = set(map(id, rows))
-    plan.scheduled = [row for row in plan.scheduled if id(row) not in gone]
-    for row in rows:
-        start = row.request.num_computed
-        if row.num_new == 1 and start >= row.request.num_prompt and start + 1 >= row.request.num_known:
-            plan.decode_requests -= 1
-            plan.decode_tokens -= 1
-        else:
-            plan.prefill_requests -= 1
-            plan.prefill_tokens -= row.num_new
-            plan.recompute_tokens -= row.recompute
-
-
-def _share_drafting(plan: StepPlan, draft_ns: int, forward_ns: int) -> None:
-    """Add what a step's drafts and their verification took to the requests that had them, by tokens."""
-    for row in plan.scheduled:
-        if row.draft:
-            row.request.draft_ns += draft_ns * len(row.draft) // plan.draft_tokens
-            row.request.verify_ns += forward_ns * len(row.draft) // (plan.num_tokens + plan.draft_tokens)
-
-
-def _absorb(plan: StepPlan, other: StepPlan) -> None:
-    """Add what planning ``other`` did to ``plan``: whom it preempted and what it found."""
-    plan.preemptions += other.preemptions
-    plan.query_tokens += other.query_tokens
-    plan.hit_tokens += other.hit_tokens
-    plan.host_hit_tokens += other.host_hit_tokens
+        plan.absorb(again)

@@ -95,3 +95,33 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Known tokens that are computed."""
         return self.prefill_tokens + self.decode_tokens
+
+    def drop(self, rows: list[ScheduledRequest]) -> None:
+        """Take rows out, and out of the counts."""
+        if not rows:
+            return
+        gone = set(map(id, rows))
+        self.scheduled = [row for row in self.scheduled if id(row) not in gone]
+        for row in rows:
+            start = row.request.num_computed
+            if row.num_new == 1 and start >= row.request.num_prompt and start + 1 >= row.request.num_known:
+                self.decode_requests -= 1
+                self.decode_tokens -= 1
+            else:
+                self.prefill_requests -= 1
+                self.prefill_tokens -= row.num_new
+                self.recompute_tokens -= row.recompute
+
+    def absorb(self, other: StepPlan) -> None:
+        """Add what planning ``other`` did: whom it preempted and what it found."""
+        self.preemptions += other.preemptions
+        self.query_tokens += other.query_tokens
+        self.hit_tokens += other.hit_tokens
+        self.host_hit_tokens += other.host_hit_tokens
+
+    def share_drafting(self, draft_ns: int, forward_ns: int) -> None:
+        """Add what drafts and their verification took to the requests that had them, by tokens."""
+        for row in self.scheduled:
+            if row.draft:
+                row.request.draft_ns += draft_ns * len(row.draft) // self.draft_tokens
+                row.request.verify_ns += forward_ns * len(row.draft) // (self.num_tokens + self.draft_tokens)
