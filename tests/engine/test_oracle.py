@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from engine import runner
+from engine import running_model
 from engine.knobs import KNOBS
 from engine.native import unavailable
 from engine.ops.choice import COMPILE, FUSED
@@ -308,7 +308,7 @@ def test_flipped_while_running(
     """Each knob goes there and back while prompts and decodes are in flight, others are cancelled or end at
     stop strings, and a running request is preempted now and then."""
     # To make code of what torch recorded takes long, and is tested beside the parts themselves.
-    monkeypatch.setattr(runner, "CompiledParts", functools.partial(CompiledParts, backend="aot_eager"))
+    monkeypatch.setattr(running_model, "CompiledParts", functools.partial(CompiledParts, backend="aot_eager"))
     expected = tiny(architecture)
     if reason := cannot_run(expected.loaded).get(knob):
         pytest.skip(reason)

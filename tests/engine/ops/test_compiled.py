@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import runner
+from engine import runner, running_model
 from engine.native import unavailable
 from engine.ops import compiled_ops
 from engine.ops.compiled_ops import CompiledParts
@@ -37,7 +37,7 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, backend: object) -> None:
-    monkeypatch.setattr(runner, "CompiledParts", functools.partial(CompiledParts, backend=backend))
+    monkeypatch.setattr(running_model, "CompiledParts", functools.partial(CompiledParts, backend=backend))
 
 
 def graphs() -> int:
