@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.config import GIB
 from engine.layers.linear import LinearLayer
 from engine.layers.precision import ActivationStats, Kind, QuantizedWeight, quantize, quantize_int4
 from engine.layers.quantized import AnyRows
@@ -23,6 +22,7 @@ from engine.memory import available_bytes, free_bytes
 from engine.models.decoder import Decoder
 from engine.models.linears import HEAD, LinearMaker, Place, WeightStore
 from engine.models.reading import Meter, Progress
+from engine.sizes import size
 from engine.weight_precision import PLAIN, WeightPrecision, quantized_bytes
 
 log = logging.getLogger(__name__)
@@ -138,8 +138,8 @@ class Converter:
             wanted = [(f"weights in {precision.name}", new + work + host, available_bytes() - kept)]
         for what, needed, available in wanted:
             if needed > available:
-                can = _gib(max(0, available))
-                raise NoRoom(f"{what} would take {_gib(needed)} more, {can} can be had")
+                can = size(max(0, available))
+                raise NoRoom(f"{what} would take {size(needed)} more, {can} can be had")
 
     def convert(
         self,
@@ -233,8 +233,8 @@ class Converter:
     def _give_up(self, extra: int, free: int) -> None:
         """Note that there are no originals: ``extra`` bytes for them, ``free`` are available."""
         self._gone = (
-            f"the original weights were not kept, since {_gib(extra)} for them was more than half of the "
-            f"{_gib(free)} available; restart the engine with the precision that is wanted"
+            f"the original weights were not kept, since {size(extra)} for them was more than half of the "
+            f"{size(free)} available; restart the engine with the precision that is wanted"
         )
         log.warning("weight precision cannot be changed while running: %s", self._gone)
 
@@ -398,7 +398,3 @@ def _looker(study: Callable[[Place, Tensor], None], place: Place) -> Callable[[T
 
 def _ignore(_: Tensor) -> None:
     pass
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

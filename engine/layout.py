@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import GIB, ConfigError
 from engine.memory import available_bytes, free_bytes
+from engine.sizes import size
 from ipc.messages import MAX_BLOCKS, KnobValue
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def layout_of(values: Mapping[str, KnobValue], runner: ModelRunner, pool_bytes: 
         count = num_bytes // per_block
         if count < 1:
             raise ConfigError(
-                f"{what} of {_size(num_bytes)} does not hold even one block of {block_size} tokens, "
-                f"which takes {_size(per_block)}"
+                f"{what} of {size(num_bytes, 'B', '.4g')} does not hold even one block of {block_size} "
+                f"tokens, which takes {size(per_block, 'B', '.4g')}"
             )
         return count
 
@@ -84,7 +85,7 @@ def layout_of(values: Mapping[str, KnobValue], runner: ModelRunner, pool_bytes: 
     total = layout.num_blocks + layout.prefix_blocks + layout.swap_blocks
     if total > MAX_BLOCKS:
         raise ConfigError(
-            f"a KV pool of {pool / GIB:.2f} GiB and {layout.host_bytes / GIB:.2f} GiB of host memory have "
+            f"a KV pool of {size(pool)} and {size(layout.host_bytes)} of host memory have "
             f"{total} blocks of {block_size} tokens, at most {MAX_BLOCKS} are possible; choose a larger "
             "block_size or less memory"
         )
@@ -110,16 +111,8 @@ def check_room(device: torch.device, now: Layout, then: Layout, kept: int = 0) -
         wanted.append(("the pool and host memory for KV blocks", pool + host, both))
     for what, needed, available in wanted:
         if needed > available:
-            raise NoRoom(f"{what} would take {needed / GIB:.2f} GiB, {available / GIB:.2f} GiB can be had")
+            raise NoRoom(f"{what} would take {size(needed)}, {size(available)} can be had")
 
 
 def _gib(values: Mapping[str, KnobValue], knob: str) -> int:
     return int(float(values[knob] or 0) * GIB)
-
-
-def _size(num_bytes: int) -> str:
-    """In the largest unit that it has one of, so that little memory is not rounded to none."""
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if num_bytes >> shift:
-            return f"{num_bytes / (1 << shift):.4g} {unit}"
-    return f"{num_bytes} B"

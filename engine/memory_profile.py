@@ -19,13 +19,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from engine.batch import TextRow
-from engine.config import EngineConfig
+from engine.config import GIB, EngineConfig
 from engine.graphs import driver
 from engine.graphs.switch import BUDGET_BYTES
 from engine.memory import host_pool_bytes
 from engine.ops.plain import PLAIN
 from engine.out_of_memory import CardMemory, kind_of, recover, text_of
 from engine.runner import ModelRunner
+from engine.sizes import size
 from engine.speculation.base import Draft
 from engine.speculation.draft_models import DraftModels
 from engine.speculation.model_drafter import ModelDrafter
@@ -35,7 +36,6 @@ from ipc.messages import KnobValue, Sampling
 
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
 SAMPLING = Sampling(temperature=1.0, top_p=0.9)  # has to look at the whole distribution
 DUMMY = 1  # the token that all of it consists of
 SHARED_TOKENS = 1 << 22
@@ -190,8 +190,8 @@ class MemoryProfile:
         """MemoryError, with every part, for a pool that leaves the largest step no room."""
         if self.used + self.step + num_bytes > self.total:
             raise MemoryError(
-                f"a KV pool of {_gib(num_bytes)} leaves the largest step no room: {_gib(self.used)} of the "
-                f"card's {_gib(self.total)} are in use and the step takes {_gib(self.step)}; ask for a "
+                f"a KV pool of {size(num_bytes)} leaves the largest step no room: {size(self.used)} of the "
+                f"card's {size(self.total)} are in use and the step takes {size(self.step)}; ask for a "
                 "smaller pool, or fewer max_num_batched_tokens or max_num_seqs"
             )
 
@@ -201,9 +201,9 @@ class MemoryProfile:
         left = usable - self.used - self.step - self.graphs
         if left <= 0:
             raise MemoryError(
-                f"nothing is left for a KV pool: {_gib(usable)} of the card's {_gib(self.total)} may be used "
-                f"(gpu_memory_utilization {utilization}), {_gib(self.used)} are in use, the largest step "
-                f"takes {_gib(self.step)} and CUDA graphs may take {_gib(self.graphs)}; use a smaller model, "
+                f"nothing is left for a KV pool: {size(usable)} of the card's {size(self.total)} may be used "
+                f"(gpu_memory_utilization {utilization}), {size(self.used)} are in use, the largest step "
+                f"takes {size(self.step)} and CUDA graphs may take {size(self.graphs)}; use a smaller model, "
                 "fewer max_num_batched_tokens or max_num_seqs, or a higher gpu_memory_utilization"
             )
         return left
@@ -270,8 +270,8 @@ def profile(
     log.info(
         "of the card's %s, %s are in use after loading; the largest step (%d tokens, %d requests, %d drafted "
         "for each, contexts of up to %d) takes %s, CUDA graphs may take %s",
-        _gib(found.total), _gib(found.used), largest.tokens, largest.rows, largest.drafted,
-        min(runner.max_len, held), _gib(found.step), _gib(found.graphs),
+        size(found.total), size(found.used), largest.tokens, largest.rows, largest.drafted,
+        min(runner.max_len, held), size(found.step), size(found.graphs),
     )  # fmt: skip
     return found
 
@@ -329,7 +329,7 @@ def measure_again(
     log.info(
         "the largest step is now one of %d tokens, %d requests, %d drafted for each, with attention %s; it "
         "takes %s",
-        largest.tokens, largest.rows, largest.drafted, runner.attention_name, _gib(step),
+        largest.tokens, largest.rows, largest.drafted, runner.attention_name, size(step),
     )  # fmt: skip
     return replace(known, step=max(known.step, step), measured=(*known.measured, largest))
 
@@ -366,7 +366,3 @@ def _shortage(error: RuntimeError | MemoryError, device: torch.device) -> str:
     why = text_of(error)
     recover(error, device)
     return why
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

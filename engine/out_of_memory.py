@@ -18,10 +18,10 @@ from typing import Literal
 import torch
 
 from engine.memory import available_bytes
+from engine.sizes import size
 
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
 ERRORS = (MemoryError, torch.OutOfMemoryError)
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
 CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported to ...CaptureWrongThread
@@ -120,8 +120,8 @@ class CardMemory:
 
     def __str__(self) -> str:
         return (
-            f"{_gib(self.free)} of the card's {_gib(self.total)} are free; "
-            f"torch holds {_gib(self.reserved)}, of which {_gib(self.allocated)} are in use"
+            f"{size(self.free)} of the card's {size(self.total)} are free; "
+            f"torch holds {size(self.reserved)}, of which {size(self.allocated)} are in use"
         )
 
 
@@ -159,7 +159,7 @@ def _note(index: int, asked: int, _total: int, _free: int) -> None:
     """Called by the allocator, before it raises its error."""
     global _told
     try:
-        text = f"{_gib(asked)} were asked for, {CardMemory.of(torch.device('cuda', index))}"
+        text = f"{size(asked)} were asked for, {CardMemory.of(torch.device('cuda', index))}"
         _told = _Told(text, time.monotonic())
     except Exception as error:  # raised into the allocator it would hide what happened
         log.warning("what memory there was cannot be told: %s", error)
@@ -175,8 +175,8 @@ def _take() -> str | None:
 def shortage(device: torch.device, needed: int) -> str:
     """What is needed of a device's memory and what there is, for an error's text."""
     if device.type == "cuda":
-        return f"{_gib(needed)} are needed, {CardMemory.of(device)}"
-    return f"{_gib(needed)} are needed, {_gib(available_bytes())} can be had on this machine"
+        return f"{size(needed)} are needed, {CardMemory.of(device)}"
+    return f"{size(needed)} are needed, {size(available_bytes())} can be had on this machine"
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -241,7 +241,3 @@ def recover(error: BaseException | None, device: torch.device) -> None:
     let_go(error)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

@@ -16,7 +16,6 @@ from typing import Literal, cast
 import torch
 
 from engine.calibration import TEXT
-from engine.config import GIB
 from engine.kv_cache import KVCache, kv_bytes_per_block
 from engine.layers.linear import LinearLayer
 from engine.layers.precision import Kind
@@ -29,6 +28,7 @@ from engine.models.loader import LoadedModel
 from engine.models.reading import Progress
 from engine.models.spec import ModelSpec
 from engine.runner import ModelRunner
+from engine.sizes import size
 from engine.speculation.draft_attention import DraftAttention
 from engine.speculation.model_drafter import NEAR, ModelDrafter
 from engine.speculation.proposals import ProposalSampler
@@ -38,7 +38,6 @@ from ipc.messages import KnobValue
 
 log = logging.getLogger(__name__)
 
-MIB = 1 << 20
 WIDTH = {"model": 16, "fp8": 8, "int8": 8, "int4": 4}  # about the bits of a weight
 
 
@@ -179,9 +178,9 @@ class DraftModels:
         available += 0 if held is None else held.nbytes
         if weights + kv > available:
             raise NoRoom(
-                f"drafts with speculation={wanted.kind} would take {_size(weights)} of weights and "
-                f"{_size(kv)} of keys and values, {_size(max(0, available))} can be had; a smaller KV pool "
-                "(kv_pool_gib) leaves more"
+                f"drafts with speculation={wanted.kind} would take {size(weights, 'MiB')} of weights and "
+                f"{size(kv, 'MiB')} of keys and values, {size(max(0, available), 'MiB')} can be had; a "
+                "smaller KV pool (kv_pool_gib) leaves more"
             )
 
     def must_fetch(self, values: Mapping[str, KnobValue]) -> bool:
@@ -240,8 +239,8 @@ class DraftModels:
         log.info(
             "speculation=%s drafts with %s of weights and %s of keys and values: %s",
             wanted.kind,
-            _size(self.weight_bytes),
-            _size(self.kv_bytes),
+            size(self.weight_bytes, "MiB"),
+            size(self.kv_bytes, "MiB"),
             decoder.kernels(),
         )
         return drafter
@@ -360,7 +359,3 @@ def check_tokens(target: LoadedModel, draft: LoadedModel) -> None:
             f"{draft.info.name} cannot draft for {target.info.name}: their tokenizers differ: {why} "
             f"({draft.info.path} for {target.info.path})"
         )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.2f} MiB"

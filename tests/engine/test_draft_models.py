@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from tokenizers import Tokenizer
 
 import engine.speculation.draft_models as draft_models
+from engine import sizes
 from engine.bringup import bring_up, explain
 from engine.config import EngineConfig
 from engine.knob import KnobContext
@@ -213,7 +215,7 @@ def test_what_memory_cannot_hold_is_refused_with_numbers(
     monkeypatch.setattr("engine.models.linears.choose_precision", first)
     engine = drafting(model, "ngram")
     assert change(engine, speculation=kind) == ""
-    drafts, size = engine.core.drafts, draft_models._size
+    drafts, size = engine.core.drafts, partial(sizes.size, least="MiB")
     weights, kv = drafts.weight_bytes, drafts.kv_bytes
     if kind == "draft":  # its norms too, which nobody counts as weights that are held
         weights += load(tiny_folder("qwen3")).info.weight_bytes - drafts.weight_bytes

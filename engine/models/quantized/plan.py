@@ -63,7 +63,7 @@ class QuantizationPlan:
         try:
             return {f"{module}.{part}": need for part, need in scheme.needs(out, cols).items()}
         except ModelError as error:
-            raise ModelError(f"{module}: {error}") from error
+            raise ModelError(f"layer {module}: {error}") from error
 
     def weight(self, module: str, out: int, cols: int, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """The weight from the tensors that `needs` names (full names), exactly. Raises `ModelError`."""
@@ -74,7 +74,7 @@ class QuantizationPlan:
         try:
             return scheme.build(out, cols, own)
         except ModelError as error:
-            raise ModelError(f"{module}: {error}") from error
+            raise ModelError(f"layer {module}: {error}") from error
 
     @property
     def name(self) -> str:

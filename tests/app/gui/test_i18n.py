@@ -14,6 +14,7 @@ from PySide6.QtWidgets import QApplication, QWidget
 import engine
 from app import i18n
 from app.dialogs.prompt import attach_dialog
+from engine.config import ConfigError, EngineConfig
 from engine.knobs import KNOBS
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
@@ -88,7 +89,7 @@ def test_a_text_of_the_engine_is_matched_with_what_it_holds() -> None:
     assert i18n.tr_engine("something nobody foresaw") == "something nobody foresaw"
 
 
-TOLD = {"CannotMap", "DeviceError", "MemoryError", "ModelError", "NoRoom"}
+TOLD = {"CannotMap", "ConfigError", "DeviceError", "MemoryError", "ModelError", "NoRoom"}
 """Errors of the engine whose text the console shows as it is, with advice."""
 TOLD_BY = {"varlen_rows.py", "varlen.py", "availability.py", "attention_choice.py", "cards.py", "hardware.py",
            "driver.py", "gpm.py", "sdpa.py"}  # fmt: skip
@@ -194,6 +195,19 @@ def test_what_is_wrong_with_a_model_is_translated_as_it_is_told(tmp_path: Path) 
         assert text in shown
         assert shown.startswith("引擎进程已结束：")
         assert shown.endswith("（退出码 4）。")
+
+
+def test_a_fault_of_one_layer_and_a_start_value_are_translated_to_the_end() -> None:
+    """What names a layer or an option says the rest in the reader's language too."""
+    shown = CATALOGUE.foreign(
+        "layer model.layers.0.q_proj: 100 input channels are no multiple of the group size 64"
+    )
+    assert shown.startswith("层 model.layers.0.q_proj：")
+    assert not re.search(r"[a-z]{3,}", shown.partition("：")[2]), shown
+    for config in ({"threads": 0}, {"max_model_len": 1}, {"kv_pool_bytes": 0}):
+        with pytest.raises(ConfigError) as found:
+            EngineConfig(model=Path("m"), **config)  # type: ignore[arg-type]
+        assert CHINESE.search(CATALOGUE.foreign(str(found.value)))
 
 
 def test_unknown_languages_are_refused_and_locales_are_picked() -> None:
