@@ -62,6 +62,12 @@ class Kernels:
         self.run_stack = _declared(library, "stack_run", [c_void_p, c_void_p, c_int])
         self.stack_scratch = library.stack_scratch
         self.stack_scratch.restype, self.stack_scratch.argtypes = c_int64, [c_void_p, c_void_p]
+        # Scores, numbers from row to row, rows, numbers of a row; what is packed. See ``sample.cpp``.
+        rows = [c_void_p, *[c_int64] * 3, c_void_p]
+        self.sample = _declared(library, "sample", [*rows, c_float, c_void_p, c_int])
+        self.probabilities = _declared(library, "probabilities", [*rows, c_void_p, c_int])
+        self.penalize = _declared(library, "penalize", [c_void_p, c_int64, c_int64, *[c_void_p] * 4])
+        self.reject = _declared(library, "reject", [c_void_p, c_int])
         self.awake = _Awake(library)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Panels:

@@ -21,7 +21,13 @@ ROWS, COLS = 14, 70  # beside all blocks and vectors
 def wrong(found: Kernels) -> str:
     """Which part is wrong and by how much, or "". Takes some milliseconds."""
     generator = torch.Generator().manual_seed(1)
-    checks = {"products": _products, "norm": _norm, "activation": _activation, "attention": _attention}
+    checks = {
+        "products": _products,
+        "norm": _norm,
+        "activation": _activation,
+        "attention": _attention,
+        "distributions": _distributions,
+    }
     for name, check in checks.items():
         got, expected = check(found, generator)
         error = float((got.double() - expected).abs().max() / expected.abs().max())
@@ -78,3 +84,20 @@ def _attention(found: Kernels, generator: torch.Generator) -> tuple[Tensor, Tens
     scores = torch.einsum("thd,kd->htk", q.double(), keys) * COLS**-0.5
     weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
     return out, torch.einsum("htk,kd->thd", weights, values)
+
+
+def _distributions(found: Kernels, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Each row's top half, of which the most likely that reach nine tenths, or what weighs a tenth."""
+    scores = torch.randn(ROWS, COLS, generator=generator)
+    cuts, top_k = torch.zeros(4, ROWS), COLS // 2
+    cuts[0], cuts[2, ::2], cuts[2, 1::2], cuts[3, 1::2] = 1.5, 0.9, 1.0, 0.1
+    cuts[1] = torch.tensor(top_k, dtype=torch.int32).view(torch.float32)
+    out = torch.empty(ROWS, COLS)
+    found.probabilities(scores.data_ptr(), COLS, ROWS, COLS, cuts.data_ptr(), out.data_ptr(), 1)
+    values, order = (scores.double() / 1.5).sort(dim=-1, descending=True)
+    weights = (values - values[:, :1]).exp()
+    weights[:, top_k:] = 0.0
+    before = weights.cumsum(dim=-1) - weights
+    weights[::2].masked_fill_(before[::2] >= 0.9 * weights[::2].sum(dim=-1, keepdim=True), 0.0)
+    weights[1::2].masked_fill_(weights[1::2] < 0.1, 0.0)
+    return out, torch.zeros_like(weights).scatter_(1, order, weights / weights.sum(dim=-1, keepdim=True))

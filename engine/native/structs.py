@@ -98,3 +98,14 @@ class StackStep(ctypes.Structure):
         ("num_logits", c_int64),
         *((name, c_void_p) for name in ("logits", "finite", "scratch", "seconds")),
     )
+
+
+class Drafts(ctypes.Structure):
+    """In ``sample.cpp``: what is proposed to a step's requests, and what becomes of it."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("target", "proposal", "tokens", "cu", "finite")),
+        *((name, c_void_p) for name in ("seeds", "positions", "accepted", "own")),
+        *((name, c_int64) for name in ("requests", "n")),
+        *((name, c_int) for name in ("accept", "residual")),
+    )

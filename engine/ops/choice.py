@@ -10,8 +10,10 @@ import torch
 from engine.kernels import availability
 from engine.models.linears import NO_CODES, TakesCodes
 from engine.models.spec import ModelSpec
+from engine.native import unavailable
 from engine.ops import native_ops, triton_ops
 from engine.ops.base import AddNorm, Gate, Ops, StoreQKV
+from engine.ops.native_sampling import NativeSampling
 from engine.ops.plain import PLAIN
 from engine.ops.triton_sampling import TritonSampling
 from engine.sampling import FusedSampling
@@ -54,16 +56,18 @@ def reasons(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[s
     return {knob: reason for knob, reason in found.items() if reason is not None}
 
 
-def samples_by_kernels(device: torch.device) -> bool:
-    """Whether tokens can be chosen by kernels on a kind of device at all."""
+def samples_by_triton(device: torch.device) -> bool:
+    """Whether tokens are chosen by Triton kernels on a kind of device, if by kernels."""
     return device.type == "cuda"
 
 
 def probe_sampling(device: torch.device) -> str | None:
-    """Why tokens cannot be chosen by kernels here, or None."""
-    if not samples_by_kernels(device):
+    """Why tokens cannot be chosen by kernels here, or None. The first call on a machine compiles some."""
+    if samples_by_triton(device):
+        return availability.probe(device)
+    if device.type != "cpu":
         return f"there are no sampling kernels for {device.type}"
-    return availability.probe(device)
+    return unavailable() or None
 
 
 def make_sampling(wanted: bool, device: torch.device) -> FusedSampling | None:
@@ -73,7 +77,7 @@ def make_sampling(wanted: bool, device: torch.device) -> FusedSampling | None:
     reason = probe_sampling(device)
     if reason is not None:
         raise ValueError(f"{SAMPLING} cannot be switched on: {reason}")
-    return TritonSampling()
+    return TritonSampling() if samples_by_triton(device) else NativeSampling()
 
 
 def make_ops(

@@ -152,6 +152,11 @@ def _decode_step_ms(outcome: Outcome) -> float | None:
     return statistics.median(times) if times else None
 
 
+def _sample_ms(outcome: Outcome) -> float | None:
+    times = [row.sample_us / 1e3 for row, _ in steady(outcome.steps)]
+    return statistics.median(times) if times else None
+
+
 def _decode_tok_s(outcome: Outcome) -> float | None:
     """By the median step, so that one step that was held up does not decide."""
     rates = [row.output_tok / ms * 1e3 for row, ms in steady(outcome.steps) if ms > 0]
@@ -184,6 +189,7 @@ AT_ONCE = most("requests at once, most", "req", "higher", "running")
 USED_BLOCKS = most("blocks used, most", "blk", "lower", "used_blk")
 BATCH_FILL = Figure("requests of a batch", "req", "higher", _batch_fill)
 DECODE_STEP_MS = Figure("decode step, median", "ms", "lower", _decode_step_ms)
+SAMPLE_MS = Figure("choosing tokens, median step", "ms", "lower", _sample_ms)
 DECODE_TOK_S = Figure("decode, median step", "tok/s", "higher", _decode_tok_s)
 WEIGHTS_READ = Figure(
     "weights read by a step, most",

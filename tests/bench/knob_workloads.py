@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from ipc.messages import Sampling
 from tests.bench.knob_run import Send, Setup, Waves
 from tests.bench.workloads import english_text
 
@@ -38,6 +39,16 @@ class Draw:
 def batch(count: int, prompt: int, out: int) -> Workload:
     """``count`` requests at once, all of one size."""
     return lambda draw: [[Send(prompt=draw.ids(prompt), out=out) for _ in range(count)]]
+
+
+def drawn_batch(count: int, prompt: int, out: int, temperature: float, top_p: float) -> Workload:
+    """``count`` requests at once, all of one size, whose tokens are drawn from the nucleus of ``top_p``."""
+
+    def waves(draw: Draw) -> Waves:
+        drawn = Sampling(temperature=temperature, top_p=top_p)
+        return [[Send(prompt=draw.ids(prompt), out=out, sampling=drawn) for _ in range(count)]]
+
+    return waves
 
 
 def mixed_lengths(draw: Draw) -> Waves:

@@ -266,6 +266,8 @@ FLIPS: list[tuple[str, KnobValue, KnobValue]] = [
     ("forward_timing", False, True),
     *((knob, False, True) for knob in (*FUSED, COMPILE, "cuda_graphs")),
 ]
+GREEDY_FLIPS: list[tuple[str, KnobValue, KnobValue]] = [("fused_sampling", False, True)]
+"""Knobs that leave greedy text alone, though not what is drawn."""
 BESIDE: dict[str, dict[str, KnobValue]] = {
     "batch_wait_ms": {"batching": "static"},
     "swap_space_gib": {"preemption": "swap"},
@@ -287,6 +289,7 @@ EFFECTS: dict[str, Callable[[Engine], set[bool]]] = {
     },
     "forward_timing": lambda engine: {step.attention_us is not None for step in engine.heard.steps},
     "compile": lambda engine: {"norm=compile" in step.kernels for step in engine.heard.steps},
+    "fused_sampling": lambda engine: {"sample=native" in step.kernels for step in engine.heard.steps},
 }
 """Flips whose effect shows in what is told of the run: both ways of it must be there."""
 
@@ -301,7 +304,11 @@ def test_each_lossless_knob_is_flipped() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-@pytest.mark.parametrize(("knob", "first", "second"), FLIPS, ids=[each[0] for each in FLIPS])
+@pytest.mark.parametrize(
+    ("knob", "first", "second"),
+    [*FLIPS, *GREEDY_FLIPS],
+    ids=[each[0] for each in (*FLIPS, *GREEDY_FLIPS)],
+)
 def test_flipped_while_running(
     architecture: str, knob: str, first: KnobValue, second: KnobValue, monkeypatch: pytest.MonkeyPatch
 ) -> None:

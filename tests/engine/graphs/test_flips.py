@@ -66,6 +66,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(paged, "source", lambda device: kernels)
     monkeypatch.setattr(choice, "sources", lambda device: (kernels,))
     monkeypatch.setattr(choice, "probe_sampling", lambda device: None)
+    monkeypatch.setattr(choice, "samples_by_triton", lambda device: True)
     monkeypatch.setattr(choice, "TritonSampling", TorchSampling)
     for module in (edge, switch):
         monkeypatch.setattr(module, "probe", lambda device: None)

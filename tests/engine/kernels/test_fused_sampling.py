@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.sample import reference_probabilities
-from engine.ops import choice, triton_sampling
+from engine.ops import choice, packed_sampling
 from engine.ops.triton_sampling import TritonSampling
 from engine.request import Request
 from engine.speculation.base import Draft
@@ -149,7 +149,7 @@ def test_drafts_stay_as_far_as_torch_lets_them(drawn: bool) -> None:
 
 def test_the_switch_leaves_greedy_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A01: flipped while a request runs; rows say which way chose."""
-    monkeypatch.setattr(choice, "samples_by_kernels", lambda device: True)
+    monkeypatch.setattr(choice, "samples_by_triton", lambda device: True)
     expected = tiny("llama")
     assert "fused_sampling" not in cannot_run(expected.loaded)
     engine = Engine(expected.loaded, fused_sampling=True)
@@ -165,13 +165,13 @@ def test_the_switch_leaves_greedy_text_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_rows_need_goes_to_the_device_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait for each would cost more than the kernel. Rows that are all greedy need nothing."""
     copies: list[int] = []
-    send = triton_sampling._send
+    send = packed_sampling.send
 
     def counted(words: Any, device: torch.device) -> Tensor:
         copies.append(words.size)
         return send(words, device)
 
-    monkeypatch.setattr(triton_sampling, "_send", counted)
+    monkeypatch.setattr(packed_sampling, "send", counted)
     made, scores = sampler(True), logits(3)
     made.sample(scores[:2], requests([Sampling(temperature=0.0), Sampling(temperature=1.0, top_k=1)]))
     assert copies == []

@@ -66,10 +66,17 @@ def test_a_device_without_kernels_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     assert {reasons[knob] for knob in choice.FUSED} == {"there are no fused kernels for cpu"}
 
 
-def test_sampling_kernels_say_where_they_cannot_run() -> None:
-    """A CPU has none, and none are used unless they are asked for."""
-    reasons = choice.reasons(SPEC, CPU, torch.float32)
-    assert reasons["fused_sampling"] == "there are no sampling kernels for cpu"
+def test_sampling_kernels_say_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU needs a compiler, and none are used unless they are asked for."""
+    assert "fused_sampling" not in choice.reasons(SPEC, CPU, torch.float32)
     assert choice.make_sampling(False, CPU) is None
-    with pytest.raises(ValueError, match="fused_sampling cannot be switched on: there are no sampling"):
+    made = choice.make_sampling(True, CPU)
+    assert made is not None
+    assert made.name == "native"
+    assert choice.probe_sampling(torch.device("mps")) == "there are no sampling kernels for mps"
+    monkeypatch.setattr(choice, "unavailable", lambda: "there is no C++ compiler")
+    assert choice.reasons(SPEC, CPU, torch.float32)["fused_sampling"] == "there is no C++ compiler"
+    with pytest.raises(
+        ValueError, match="fused_sampling cannot be switched on: there is no C\\+\\+ compiler"
+    ):
         choice.make_sampling(True, CPU)
