@@ -21,6 +21,7 @@ from engine.kv_cache import KVCache
 from engine.native import forward_pass
 from engine.plan import Copy
 from engine.running_model import RunningModel
+from engine.staging import OneCopy
 from engine.step import Inputs, Prepared, StepOutput
 from engine.swap import CopyFailed
 from engine.timing import Part, Timer
@@ -197,9 +198,12 @@ class ModelRunner(RunningModel):
         """What a step runs with that is not replayed."""
         # All rows in order, as when only decoding, need no selection.
         every = len(batch.logit_tokens) == len(batch.ids)
-        return Inputs(
-            self._attention.plan(batch.rows, kv, self._windowed, self.to_device),
-            self.to_device(batch.positions),
-            self.to_device(batch.slots),
-            None if every else self.to_device(batch.logit_tokens),
-        )
+        arrays = [batch.positions, batch.slots, *([] if every else [batch.logit_tokens])]
+        if self.device.type == "cpu":  # where nothing is copied at all
+            plan = self._attention.plan(batch.rows, kv, self._windowed, self.to_device)
+            positions, slots, *wanted = map(self.to_device, arrays)
+        else:
+            send = OneCopy(arrays, self.to_device)
+            plan = self._attention.plan(batch.rows, kv, self._windowed, send)
+            positions, slots, *wanted = send.taken()
+        return Inputs(plan, positions, slots, wanted[0] if wanted else None)
