@@ -16,8 +16,11 @@ What a plan assumes is marked when it is launched (or when the step before has l
 not when its result is known, so the next plan goes on from there; a plan that is never launched has only
 taken blocks and seats.
 
-Nothing is staged behind a step with drafts, as nobody knows how many tokens it will bring. And drafts are
-only put into a step that is staged while none is in flight, as they follow the newest token.
+Nothing is staged behind a step with drafts, as nobody knows how many tokens it will bring, and on that
+depend the positions, the blocks and the contexts' lengths of the next one. And drafts are only put into a
+step that is staged while none is in flight, as they follow the newest token: those that are looked up need
+the text itself, which is on the host, and a draft model is asked there too, round by round, for as many
+tokens as what was accepted until then makes worth it.
 """
 
 from __future__ import annotations
