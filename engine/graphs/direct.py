@@ -39,7 +39,7 @@ class DirectForward:
         """How a step's tokens are chosen on the device, None if that takes the host.
 
         With drafts nobody knows which place the newest token comes from; for other reasons see
-        `GraphChooser.kind_of`.
+        `GraphChooser.shape_of`.
         """
         if any(batch.drafts):
             return None

@@ -30,6 +30,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"ignore_eos": True, "logprobs": 1},
     {"ignore_eos": True, "max_tokens": 2},
 ]
+PENALIZED, WITH_LOGPROBS = 5, 6  # of them
 
 
 @contextmanager

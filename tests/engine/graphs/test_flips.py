@@ -20,9 +20,10 @@ from engine.graphs import switch
 from engine.ops import choice
 from engine.ops.base import AddNorm, Gate, StoreQKV
 from engine.ops.plain import TorchAddNorm, TorchGate
-from ipc.messages import KnobValue, Sampling
+from ipc.messages import KnobValue, Sampling, TokenLogprob
 from tests.engine.core_harness import Engine
-from tests.engine.graphs.fakes import FakeDriver, PaddedStore, StaticAttention, TorchSampling
+from tests.engine.graphs.fakes import FakeDriver, PaddedStore, StaticAttention, TorchSampling, agree
+from tests.engine.graphs.test_fed_texts import PENALIZED, WITH_LOGPROBS, alone, sampling
 from tests.engine.oracle import tiny
 
 COUNT = 24
@@ -151,17 +152,22 @@ def test_a_flip_behind_a_step_that_was_launched_ahead(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_flips_at_random(seed: int, driver: FakeDriver) -> None:
-    """A09, A11: several knobs at once, whenever it comes, cancels among it."""
+    """A09, A11: several knobs at once, whenever it comes, cancels among it. Some have penalties or ask for
+    log-probabilities, and their tokens are chosen by the device at one time and by the host at another.
+    """
     expected, rng = tiny("llama"), random.Random(seed)
     driver.lazy = False  # whether the host chooses tokens is up to chance
     engine = started()
-    rids: dict[int, int] = {}
+    rids: dict[int, list[int]] = {}
+    told: dict[int, list[TokenLogprob]] = {}
     gone: set[int] = set()
     fed = 0
     for _ in range(60):
         if rng.random() < 0.2:
-            which = rng.randrange(5)
-            rids[engine.submit(expected.prompts[which], PLAIN)] = which
+            which, kind = rng.randrange(5), rng.choice([0, PENALIZED, WITH_LOGPROBS])
+            rid = engine.submit(expected.prompts[which], sampling(kind) if kind else PLAIN)
+            rids[rid] = alone(which, kind)[0] if kind else expected.ids[which][:COUNT]
+            told[rid] = alone(which, kind)[3] if kind else []
         if rng.random() < 0.04 and engine.core.answers.live:
             gone.add(rng.choice(list(engine.core.answers.live)))
             engine.core.cancel(gone)
@@ -176,8 +182,9 @@ def test_flips_at_random(seed: int, driver: FakeDriver) -> None:
     assert fed > 0
     assert {event.result for event in engine.heard.applies} == {"ok"}
     assert set(engine.heard.done) == set(rids)
-    for rid, which in rids.items():
+    for rid, wanted in rids.items():
         found = engine.ids(rid)
-        assert found == expected.ids[which][: len(found) if rid in gone else COUNT]
+        assert found == (wanted[: len(found)] if rid in gone else wanted)
+        agree(engine.logprobs(rid), told[rid][: len(found)])
     engine.core.scheduler.check()
     assert engine.core.scheduler.pool.num_used == 0
