@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 
 from tests.gpu.check import ceilings, correctness, timing
 from tests.gpu.check.case import Case
+from tests.gpu.check.context import Context
+from tests.gpu.check.results import Results
 from tests.gpu.check.settings import Settings
 from tests.gpu.check.timing import MIN_NODES, Timer
 
@@ -114,6 +117,21 @@ def test_launches_are_counted_one_by_one(card: Card, monkeypatch: pytest.MonkeyP
     assert found["graph_node_s"] == pytest.approx(NODE_S)
     assert card.nodes == ceilings.NODES
     assert missing == {}
+
+
+def test_the_fastest_of_several_is_what_a_card_can_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A slow copy would make a ceiling that kernels pass."""
+    settings = Settings("cpu", True, 60.0, None, tmp_path / "x")
+    timer = Timer(torch.device("cpu"), quick=True)
+    took = iter([4.0, 2.0, 8.0, 5.0, 6.0, 1.0, 1.0])  # two copiers, three readers, products
+    monkeypatch.setattr(timer, "kernel_s", lambda calls: next(took))
+    context = Context(settings, Results(settings.out, {}, {}, keep=False), timer.device, timer)
+    found = ceilings.run(context)
+    assert found["copy_bytes_per_s"] == 2 * settings.buffer_bytes / 2.0
+    assert found["read_bytes_per_s"] == found["copy_bytes_per_s"]  # no reader was faster
+    assert next(took, None) is None
 
 
 def test_products_in_fp8_are_held_against_the_kind_that_linear_layers_use(
