@@ -10,8 +10,12 @@ import torch
 
 from engine.graphs import switch
 from tests.engine.graphs.fakes import CAPTURABLE, FakeDriver, GreedySampling, StaticAttention
+from tests.gpu.check import decode
+from tests.gpu.check.context import Context
 from tests.gpu.check.model import Model, timed_steps
+from tests.gpu.check.results import Results
 from tests.gpu.check.settings import Settings
+from tests.gpu.check.timing import Timer
 
 STEPS, WARM, CONTEXT = 3, 1, 20
 
@@ -56,3 +60,21 @@ def test_a_step_is_launched_before_the_one_ahead_of_it_is_read(driver: FakeDrive
         model.advance(alone)
     assert [row.token_ids for row in rows] == [row.token_ids for row in alone]
     assert timed.out.kv_bytes > 0
+
+
+def test_a_model_whose_weights_were_converted_serves_no_other_stage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor where converting them failed: the baselines take the tensors as they were loaded."""
+    settings, cpu = Settings("cpu", True, 60.0, None, tmp_path / "x"), torch.device("cpu")
+    context = Context(settings, Results(settings.out, {}, {}, keep=False), cpu, Timer(cpu, quick=True))
+    made = context.the_model()
+
+    def fails(*_: object) -> float:
+        raise RuntimeError("no memory for weights")
+
+    monkeypatch.setattr(Model, "set_weights", fails)
+    with pytest.raises(RuntimeError, match="no memory for weights"):
+        decode.run_fp8(context)
+    assert context.model is None
+    assert not made.loaded.weights
