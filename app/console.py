@@ -6,6 +6,7 @@ what is new on each frame of the clock. It knows no widget. Window and language 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -101,9 +102,21 @@ class Console(QObject):
             self._tell_load_end()
         elif batch.new_session and self.load_progress.phase == "failed":
             self.load_progress = LoadProgress()  # why it failed is not true of the engine of now
+        self._watch_machine()
         self.jobs.poll()
         for record in self.errors.take():
             self.tell("error", partial(str, record.summary), record.detail)
+
+    def _watch_machine(self) -> None:
+        """Note what else works on the engine's machine, where that is this one."""
+        link = self.session.link
+        if link.pid is None or not (link.managed or link.endpoint.startswith("ipc://")):
+            self.session.other_work.forget()
+            return
+        pids = [os.getpid(), link.pid]
+        if self.load_run.pid is not None:
+            pids.append(self.load_run.pid)
+        self.session.other_work.sample(self.session.now_s, pids)
 
     def tell(self, level: str, say: Callable[[], str], detail: str = "") -> None:
         """Tell the person something now and keep it in the log. ``say`` words it in the language in use."""
@@ -233,6 +246,12 @@ class Console(QObject):
     def restart(self) -> None:
         """Start the engine again with the configuration that it last ran with."""
         self.link.restart()
+
+    def start_on_cpu(self) -> None:
+        """Start the engine anew on the CPU, with what it was started with otherwise."""
+        if self.launch_spec is not None:
+            self.stop_load(drain=False)
+            self.launch(replace(self.launch_spec, device="cpu"))
 
     @property
     def draft_model(self) -> str | None:

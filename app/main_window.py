@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from PySide6.QtCore import QByteArray, QCoreApplication, QEvent, Qt, QTimer, Slot
+from PySide6.QtCore import QByteArray, QCoreApplication, QEvent, QPoint, QRect, Qt, QTimer, Slot
 from PySide6.QtGui import QAction, QCloseEvent, QGuiApplication, QPixmap, QResizeEvent
 from PySide6.QtWidgets import (
     QMainWindow,
@@ -165,7 +165,7 @@ class MainWindow(WindowActions):
         for chart in (self.ttft, self.tpot, self.throughput):
             self.splitter.addWidget(chart)
         self.setCentralWidget(self.splitter)
-        self.change_banner = Banner(over=self.splitter)
+        self.change_banner = Banner(self, self._change_room)
         # A tool bar is the one place of a main window that spans the docks at both sides.
         bar = QToolBar(tr("Load and figures"))
         bar.setObjectName("top")
@@ -260,6 +260,7 @@ class MainWindow(WindowActions):
         self.change_banner.cancel_asked.connect(console.cancel_change)
         self.banner.restart_asked.connect(self.restart_engine)
         self.banner.draft_asked.connect(self.choose_draft_model)
+        self.banner.cpu_asked.connect(console.start_on_cpu)
         self.banner.log_asked.connect(lambda: self.show_panel("log"))
         self.requests.load_asked.connect(self.toggle_load)
         self.timeline.load_asked.connect(self.toggle_load)
@@ -286,6 +287,17 @@ class MainWindow(WindowActions):
             clock.register(figures, figures.refresh_figures, FIGURES_EVERY)
         clock.register(self.status_line, self.status_line.refresh, FIGURES_EVERY)
 
+    def _change_room(self) -> QRect:
+        """The empty part of the menu's line, at most as wide as the charts: changes are told of there."""
+        bar = self.menuBar()
+        menus = [bar.actionGeometry(action) for action in bar.actions()]
+        left = bar.mapTo(self, QPoint(max((box.right() for box in menus), default=0) + 12, 0)).x()
+        right = self._search.mapTo(self, QPoint(-12, 0)).x()
+        width = min(self.splitter.width(), right - left)
+        at = self.splitter.mapTo(self, QPoint(0, 0)).x()
+        below = self.load_bar.mapTo(self, QPoint(0, 0)).y()
+        return QRect(min(max(at, left), right - width), 0, width, below)
+
     # --- the beat -----------------------------------------------------------------------------------
 
     def _refresh_state(self) -> None:
@@ -297,7 +309,7 @@ class MainWindow(WindowActions):
             banner.show_message(
                 message.level, message.title, message.text, share=message.share, busy=message.busy,
                 can_restart=message.can_restart, log=message.log, draft=message.draft,
-                can_cancel=message.can_cancel,
+                can_cancel=message.can_cancel, cpu=message.cpu,
             )  # fmt: skip
         if self.session.device is not None:
             self.load_bar.suit(self.session.device.kind)

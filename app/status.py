@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from app.i18n import N_, tr, tr_engine, tr_later
@@ -38,6 +39,7 @@ class Message:
     draft: bool = False  # another draft model, or none, may help
     change: bool = False  # of a change that is being applied: it comes and goes while a person works
     can_cancel: bool = False
+    cpu: bool = False  # it may do on the CPU what it cannot on the card
 
 
 def applying_share(session: SessionModel) -> float | None:
@@ -83,7 +85,20 @@ def banner_message(session: SessionModel, change: str = "") -> Message | None:
         title = tr("The engine could not start with this draft model")
     if link.state is LinkState.DEAD:
         text = " ".join(part for part in (text, tr("What was measured is kept.")) if part)
-    return Message("alarm", title, text, can_restart=link.can_restart, log=True, draft=drafts)
+    cpu = _may_do_on_cpu(session)
+    return Message("alarm", title, text, can_restart=link.can_restart, log=True, draft=drafts, cpu=cpu)
+
+
+def _may_do_on_cpu(session: SessionModel) -> bool:
+    """Whether an engine of ours that ended, or could not start, was to run on a card."""
+    link = session.link
+    if link.state not in (LinkState.FAILED, LinkState.DEAD) or not (link.managed and link.can_restart):
+        return False
+    words = link.command_line
+    asked = dict(itertools.pairwise(words)).get("--device", "auto")
+    if asked == "auto":
+        return session.device is not None and session.device.kind != "cpu"
+    return asked != "cpu"
 
 
 def _applying(session: SessionModel, state: EngineState, change: str) -> Message:

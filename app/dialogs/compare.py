@@ -34,6 +34,8 @@ METRIC_NAMES = {
     "draft_weight_bytes": N_("Draft weights"),
     "draft_kv_bytes": N_("Draft KV"),
     "kv_pool_bytes": N_("KV pool"),
+    "other_cores_mean": N_("Other processes, mean"),
+    "other_cores_max": N_("Other processes, most"),
     "requests": N_("Requests"),
     "duration_s": N_("Duration"),
 }

@@ -9,6 +9,7 @@ from PySide6.QtWidgets import QComboBox, QDialog, QGridLayout, QLineEdit, QPlain
 
 from app.console import Console
 from app.i18n import tr, tr_engine
+from app.store.compare import other_work
 from app.store.errors import StoreError
 from app.units import count, pause
 from app.units import span as span_text
@@ -95,8 +96,11 @@ class SaveBaselineDialog(QDialog):
         if not data.validity.valid:
             why = "; ".join(map(tr_engine, data.validity.reasons))
             text += "\n" + tr("It will be marked as doubtful: {why}.").format(why=why)
+        work = other_work(data.step_stats)
+        if work:
+            text += "\n" + tr("Take its figures with caution: {why}.").format(why=tr_engine(work))
         self.hint.setText(text)
-        set_role(self.hint, "small" if data.validity.valid else "warning")
+        set_role(self.hint, "small" if data.validity.valid and not work else "warning")
 
     def accept(self) -> None:
         """Tell what was entered, and close."""

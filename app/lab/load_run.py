@@ -106,6 +106,11 @@ class LoadRun:
                 process.stdin.write(msgspec.json.encode(line) + b"\n")
                 process.stdin.flush()
 
+    @property
+    def pid(self) -> int | None:
+        """The number of the load's process, the last one's where none runs."""
+        return None if self._process is None else self._process.pid
+
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:

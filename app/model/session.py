@@ -33,6 +33,7 @@ from app.model.figures import (
     step_stats,
 )
 from app.model.holes import Holes
+from app.model.machine import OtherWork
 from app.model.memory import KernelBook, MemoryBook, WhatRan, memory_stats
 from app.model.pauses import longest_wait
 from app.model.requests import Key, RequestBook, RequestView
@@ -108,6 +109,7 @@ class SessionModel:
         self.dropped_rows = 0
         self._book = RequestBook()
         self.stage_clock = StageClock()
+        self.other_work = OtherWork()
         self._seats = SeatBook()
         self._drafts = DraftBook()
         self._memory = MemoryBook()
@@ -453,7 +455,8 @@ class SessionModel:
         window = StepWindow(self._steps, t0_s, t1_s)
         stats = step_stats(window, end_s - t0_s, self.device, block_size)
         drafts = self._drafts.figures(t0_s, t1_s)
-        return stats | draft_stats(drafts) | memory_stats(self._memory.at(end_s))
+        other = self.other_work.stats(t0_s, end_s)
+        return stats | draft_stats(drafts) | memory_stats(self._memory.at(end_s)) | other
 
     @property
     def changed_s(self) -> float | None:

@@ -10,7 +10,7 @@ from app.i18n import N_, tr, tr_engine, tr_later
 from app.panels.charts import TimelineChart
 from app.panels.view import ChartView
 from app.units import NONE, Quantity, bandwidth, data, flops, percent, significant, tick
-from app.widgets.basic import FigureLabel, FlowingLabel, column, label, plain_tip, set_tip
+from app.widgets.basic import FigureLabel, FlowingLabel, column, label, plain_tip, set_role, set_tip
 from app.widgets.chart_header import SeriesSpec
 from ipc.messages import GpuRow
 
@@ -18,6 +18,10 @@ VERDICTS = {
     "memory-bound": N_("Memory-bound"), "mixed": N_("Mixed"), "compute-bound": N_("Compute-bound"),
     "overhead-bound": N_("Overhead-bound"), "idle": N_("Idle"), "unknown": N_("Not known yet"),
 }  # fmt: skip
+ABOVE_PEAK = N_(
+    "More than the measured peak. The peak is one measurement at start, which other work on the machine may "
+    "have slowed down; what is modelled may partly come from caches. Read it as “at the limit”."
+)
 SPACES = 16  # between the parts and below them, in pixels
 
 
@@ -76,6 +80,7 @@ class BandwidthPanel(QWidget):
                 tr("Modelled operations per second of step time, of the measured peak."),
             ),
         )
+        self._tips = {key: tip for key, _, tip in rows}
         for i, (key, name, tip) in enumerate(rows):
             head, value = label(name, "dim"), FigureLabel()
             value.setAlignment(Qt.AlignmentFlag.AlignRight)
@@ -110,7 +115,7 @@ class BandwidthPanel(QWidget):
         share = None
         if roof.bandwidth_bytes_s is not None and roof.peak_bytes_s:
             share = roof.bandwidth_bytes_s / roof.peak_bytes_s
-        self._values["bandwidth"].setText(_pair(bandwidth(roof.bandwidth_bytes_s), share))
+        self._show("bandwidth", _pair(bandwidth(roof.bandwidth_bytes_s), share), share)
         self._values["peak"].setText(_pair(bandwidth(roof.peak_bytes_s), None))
         intensity, ridge = roof.intensity_flop_per_byte, roof.ridge_flop_per_byte
         ends = NONE
@@ -120,12 +125,19 @@ class BandwidthPanel(QWidget):
                 ends += " · " + tr("ridge {value}").format(value=significant(ridge))
         self._values["intensity"].setText(ends)
         used = roof.flops_s / roof.peak_flops_s if roof.flops_s is not None and roof.peak_flops_s else None
-        self._values["flops"].setText(_pair(flops(roof.flops_s), used))
+        self._show("flops", _pair(flops(roof.flops_s), used), used)
         self.verdict.setText(tr_later(VERDICTS.get(roof.verdict, roof.verdict)))
         self.explanation.setText(tr_engine(roof.explanation))
         self.verdict.setToolTip(plain_tip(self.explanation.text()))
         self._show_source()
         self._fit_words()
+
+    def _show(self, key: str, text: str, share: float | None) -> None:
+        """Write a figure, with a word of caution where it says more than all."""
+        value, above = self._values[key], share is not None and share > 1
+        value.setText(f"▲ {text}" if above else text)
+        set_role(value, "warning" if above else "")
+        set_tip(value, "\n".join([self._tips[key], *([tr_later(ABOVE_PEAK)] if above else [])]))
 
     def _show_source(self) -> None:
         device, cards = self._session.device, self._session.cards

@@ -140,7 +140,7 @@ class ThroughputChart(TimelineChart):
         kpis = self.view.console.session.kpis()
         running, waiting = kpis.running.value, kpis.waiting.value
         if running is None:
-            return tr("no engine")
+            return tr("engine not running")
         text = tr("running {running} · waiting {waiting}").format(
             running=f"{running:.0f}", waiting=f"{waiting or 0:.0f}"
         )

@@ -43,6 +43,8 @@ class TileSpec:
 
 def _none(figure: Figure) -> str:
     """A word or two on why there is no figure; the whole reason would not fit a tile."""
+    if figure.why_none == "no engine runs":
+        return tr("engine not running")
     return tr("no engine") if figure.why_none == "no engine" else tr("no traffic")
 
 

@@ -6,6 +6,7 @@ baselines as cause and effect (another workload, an invalid run, few requests) i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -21,7 +22,16 @@ _OF_STEPS: dict[str, tuple[str, bool]] = {
     "verify_mean_s": ("s", False), "weight_bytes": ("B", False), "original_bytes": ("B", False),
     "draft_weight_bytes": ("B", False), "draft_kv_bytes": ("B", False), "kv_pool_bytes": ("B", False),
 }  # fmt: skip
+CONSIDERABLE = 0.10  # of the machine's cores, taken by other processes
 _HIGHER_IS_BETTER = ("request_rate_rps", "output_tok_s", "prompt_tok_s", "cached_share")
+
+
+def other_work(stats: Mapping[str, float | int | None]) -> str:
+    """What a baseline's step statistics say of other processes, where they were in the way; else ""."""
+    mean, cores = stats.get("other_cores_mean"), stats.get("machine_cores")
+    if mean is None or not cores or mean < CONSIDERABLE * cores:
+        return ""
+    return f"other processes kept {mean:.1f} of the machine's {cores:.0f} cores busy meanwhile"
 
 
 def compare(a: Baseline, about_a: BaselineSummary, b: Baseline, about_b: BaselineSummary) -> Comparison:
@@ -82,6 +92,11 @@ def _metrics(a: Baseline, b: Baseline) -> list[MetricDelta]:
         values = (left_steps.get(name), right_steps.get(name))
         if any(values):  # what neither has, or neither takes, is no difference
             deltas.append(_delta(name, unit, values, n, higher=higher))
+    for name in ("other_cores_mean", "other_cores_max"):
+        values = (left_steps.get(name), right_steps.get(name))
+        if values != (None, None):
+            delta = _delta(name, "cores", values, n, higher=False)
+            deltas.append(msgspec.structs.replace(delta, better=None))
     return deltas
 
 
@@ -113,6 +128,12 @@ def _warnings(a: Baseline, b: Baseline) -> list[str]:
             found.append(f"{label} is doubtful: {'; '.join(made.data.validity.reasons)}")
         if made.data.stats.ok < FEW_REQUESTS:
             found.append(f"{label} has {made.data.stats.ok} good requests; its percentiles are coarse.")
+        work = other_work(made.data.step_stats)
+        if work:
+            found.append(f"{label} was measured while other work went on: {work}.")
+    known = ["other_cores_mean" in made.data.step_stats for made in (a, b)]
+    if known[0] != known[1]:
+        found.append(f"{'B' if known[0] else 'A'} does not tell what else kept its machine busy.")
     if a.data.source != b.data.source:
         found.append("One is a load run and one live traffic: their times start at different events.")
     if a.data.workload_sha256 != b.data.workload_sha256 or not a.data.workload_sha256:

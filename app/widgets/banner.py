@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QPoint, Signal
+from collections.abc import Callable
+
+from PySide6.QtCore import QRect, Signal
 from PySide6.QtWidgets import QFrame, QProgressBar, QWidget
 
 from app.i18n import tr
@@ -11,23 +13,25 @@ from app.widgets.focus import set_visible
 from app.widgets.status_pill import StatusPill
 
 PROGRESS_WIDTH = 220
+HEAD_HEIGHT = 24  # of the first of two lines where there is little room
 
 
 class Banner(QFrame):
     """Hidden while all is well.
 
-    ``over``: it lies over the upper edge of this widget and takes no room, so that nothing moves under the
-    pointer when it comes and goes.
+    ``room``: it lies in this part of its window, which nothing else uses, so that nothing moves under the
+    pointer and nothing is hidden when it comes and goes.
     """
 
     restart_asked = Signal()
     log_asked = Signal()
     draft_asked = Signal()
     cancel_asked = Signal()
+    cpu_asked = Signal()
 
-    def __init__(self, over: QWidget | None = None) -> None:
-        super().__init__(None if over is None else over.window())
-        self._over = over
+    def __init__(self, window: QWidget | None = None, room: Callable[[], QRect] | None = None) -> None:
+        super().__init__(window)
+        self._room = room
         self.pill = StatusPill()
         self.title = label("", "title")
         self.text = WrappedLabel("dim")
@@ -35,31 +39,37 @@ class Banner(QFrame):
         self.progress.setTextVisible(False)
         self.log = button(tr("Show log"), self.log_asked.emit)
         self.draft = button(tr("Draft model…"), self.draft_asked.emit)
+        self.cpu = button(tr("Start on the CPU"), self.cpu_asked.emit)
+        set_tip(self.cpu, tr("Start the engine anew with the same model on the CPU instead of the card."))
         self.restart = button(tr("Restart engine"), self.restart_asked.emit, "filled")
         self.cancel = button(tr("Cancel the change"), self.cancel_asked.emit)
         set_tip(
             self.cancel,
             tr("Give the change up and go back to the configuration before it. Requests then go on."),
         )
-        buttons = (self.log, self.draft, self.restart, self.cancel)
-        if over is None:
+        self._buttons = buttons = (self.log, self.draft, self.cpu, self.restart, self.cancel)
+        if room is None:
             self.progress.setFixedWidth(PROGRESS_WIDTH)
             line = row(self.pill, self.title, self.text, self.progress, *buttons, spacing=8)
             line.setContentsMargins(8, 6, 10, 6)
             line.setStretchFactor(self.text, 1)
             self.setLayout(line)
         else:
-            # The charts may be narrow: title and buttons have a line of their own, and so has the bar.
-            head = row(self.pill, self.title, None, *buttons, spacing=8)
-            self.setLayout(column(head, self.text, self.progress, spacing=4, margins=(8, 6, 10, 8)))
+            set_role(self.text, "small")
+            set_role(self.cancel, "flat")
+            head = row(self.pill, self.title, 4, self.progress, *buttons, spacing=6)
+            head.setStretchFactor(self.progress, 1)
+            self.cancel.setFixedHeight(HEAD_HEIGHT)
+            self.setLayout(column(head, self.text, spacing=0, margins=(8, 0, 6, 1)))
         self.hide()
 
     def show_message(
         self, level: str, title: str, text: str, *, share: float | None = None, busy: bool = False,
         can_restart: bool = False, log: bool = False, draft: bool = False, can_cancel: bool = False,
+        cpu: bool = False,
     ) -> None:  # fmt: skip
         """Show one message. ``share`` 0..1 draws a bar; ``busy`` one without an end."""
-        set_state(self, "role", "banner" if level == "alarm" else "card" if self._over is None else "toast")
+        set_state(self, "role", "banner" if level == "alarm" else "card" if self._room is None else "toast")
         self.pill.set_state(level, "")
         self.title.setText(title)
         self.text.set_full_text(text)
@@ -75,17 +85,21 @@ class Banner(QFrame):
         set_role(self.draft, "filled" if draft else "")
         set_visible(self.log, log)
         set_visible(self.draft, draft)
+        set_visible(self.cpu, cpu)
         set_visible(self.cancel, can_cancel)
         self.setAccessibleName(f"{title}. {text}")
-        if self._over is not None:
-            corner = self._over.mapTo(self.window(), QPoint(0, 0))
-            self.text.fit(self._over.width() - 18)
+        if self._room is not None:
+            room = self._room()
+            self.text.fit(room.width() - 14)
             self.layout().activate()  # type: ignore[union-attr]
-            self.setGeometry(corner.x(), corner.y(), self._over.width(), self.sizeHint().height())
+            height = self.sizeHint().height()
+            # What does not fit in one line hangs down over the next, but never moves it.
+            top = room.top() + max(0, (room.height() - height) // 2)
+            self.setGeometry(room.left(), top, room.width(), height)
             self.raise_()
         self.show()
-        if self._over is None:
-            parts = [self.pill, self.title, self.progress, self.log, self.draft, self.restart, self.cancel]
+        if self._room is None:
+            parts = [self.pill, self.title, self.progress, *self._buttons]
             widths = [PROGRESS_WIDTH if part is self.progress else part.sizeHint().width() for part in parts]
             taken = sum(w + 8 for part, w in zip(parts, widths, strict=True) if part.isVisibleTo(self))
             self.text.fit(self.width() - taken - 26)
