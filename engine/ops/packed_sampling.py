@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import Ints
-from engine.draw import U64s
+from engine.draw import U64s, max_of_rows
 from engine.penalties import Occurrences
+from engine.sampling import is_greedy
 from ipc.messages import Sampling
 
 PER_ROW = 4  # words of 64 bits: seed, position, temperature and top_k, top_p and min_p
@@ -24,6 +25,9 @@ class PackedSampling(ABC):
     name: str
 
     def choose(self, scores: Tensor, settings: Sequence[Sampling], seeds: U64s, positions: U64s) -> Tensor:
+        if all(map(is_greedy, settings)):  # nothing is searched for; torch reads few rows in parts
+            best, ids = max_of_rows(scores)
+            return torch.where(best.isfinite(), ids, -1)
         packed = send(self.pack(settings, seeds, positions, len(settings)), scores.device)
         ids = torch.empty(len(settings), dtype=torch.int64, device=scores.device)
         self.choose_packed(scores, packed, ids)

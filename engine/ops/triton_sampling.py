@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from engine.draw import U64s, max_of_rows
 from engine.ops.packed_sampling import PackedSampling
-from engine.sampling import GREEDY_BELOW, is_greedy
+from engine.sampling import GREEDY_BELOW
 from engine.speculation.base import ACCEPT, RESIDUAL
-from ipc.messages import Sampling
 
 
 class TritonSampling(PackedSampling):
@@ -22,17 +18,10 @@ class TritonSampling(PackedSampling):
     def __init__(self) -> None:
         from engine.kernels import penalties, rejection_sample, sample, vocabulary
 
-        self._not_finite = sample.NOT_FINITE
         self._sample, self._probabilities = sample.sample, sample.probabilities
         self._found = vocabulary.Found
         self._penalize = penalties.penalize
         self._reject = rejection_sample.rejection_sample
-
-    def choose(self, scores: Tensor, settings: Sequence[Sampling], seeds: U64s, positions: U64s) -> Tensor:
-        if all(map(is_greedy, settings)):  # nothing is searched, which takes many launches
-            best, ids = max_of_rows(scores)
-            return torch.where(best.isfinite(), ids, self._not_finite)
-        return super().choose(scores, settings, seeds, positions)
 
     def choose_packed(self, scores: Tensor, packed: Tensor, ids: Tensor) -> None:
         found = self._found.allocate(len(scores), scores.shape[1], scores.device)
