@@ -66,7 +66,6 @@ FLIPS: dict[str, tuple[KnobValue, ...]] = {
     "kv_host_gib": (0.0, 0.001),
     "sliding_window": (0, 12),
     "attention": ("naive", "sdpa", "auto"),
-    "fused_sampling": (False, True),
     "speculation": ("off", "ngram", "ngram"),
     "spec_tokens": (2, 16),
     "spec_adaptive": (True, False),
