@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -195,6 +197,25 @@ def test_a_stage_that_hangs_takes_neither_its_figures_nor_the_other_stages_along
     assert file["stages"]["hung"]["result"]["figure"] == 7
     assert bool(file["summary"]) == last  # the table is that of the last process
     assert arguments[-3:] == ([] if last else ["--only", "left", "--lost"])
+
+
+def test_a_stage_whose_time_is_over_before_it_begins_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the alarm rings: who watches for stages that hang would start the script anew beside this."""
+
+    class Slow(threading.Timer):
+        def start(self) -> None:
+            super().start()
+            time.sleep(0.01)
+
+    hung: list[int] = []
+    monkeypatch.setattr(stages, "GRACE_S", 0.1)
+    monkeypatch.setattr(threading, "Timer", Slow)
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(stages.DeadlinePassed), stages._alarm(0.0, lambda: hung.append(1)):
+        time.sleep(5)
+    assert signal.getsignal(signal.SIGALRM) is before
+    time.sleep(0.2)
+    assert not hung
 
 
 def test_a_card_that_is_lost_is_found_again_by_a_new_process(

@@ -143,16 +143,16 @@ def _alarm(left_s: float, hangs: Callable[[], None]) -> Iterator[None]:
         )
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(left_s, 0.001))
     watch = threading.Timer(max(left_s, 0.0) + GRACE_S, hangs)
     watch.daemon = True
-    watch.start()
     try:
         try:
+            watch.start()
+            signal.setitimer(signal.ITIMER_REAL, max(left_s, 0.001))
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-    finally:  # also where the alarm rings just then
+    finally:  # also where the alarm rings before the stage begins, or as it ends
         watch.cancel()
         signal.signal(signal.SIGALRM, before)
 
