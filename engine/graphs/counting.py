@@ -25,7 +25,7 @@ from engine.graphs.shapes import GraphShape
 from engine.penalties import has_penalty
 from engine.sampling import FusedSampling
 
-MOST_COUNTED = 8192  # distinct tokens of a text, more than most of 100,000 tokens have
+MOST_COUNTED = 8192  # distinct tokens of a text that a list has room for
 NOTHING = awaited(NOBODY)  # stands for no token
 
 _Numbers = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
