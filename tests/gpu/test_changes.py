@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ipc import messages as m
 from ipc.client import EngineGone
 from tests.bench.knob_run import KnobRefused, Outcome
 from tests.gpu.check import knobs, server, serving, summary
@@ -67,6 +68,8 @@ class Engine:
         self.lost = False
         self.flips: list[dict[str, Any]] = []
         self.setup = SimpleNamespace(vocab_size=100)
+        self.graphs: m.GraphUse | None = None
+        self.runs: dict[str, m.GraphUse] = {}  # what graphs have come to after a load
         self.knobs = {knob: SimpleNamespace(default=False) for knob in server.ALL_ON}
 
         @contextlib.contextmanager
@@ -92,7 +95,7 @@ class Engine:
         return SimpleNamespace(values=dict(self.values))
 
     def snapshot(self) -> Any:
-        return SimpleNamespace(state=SimpleNamespace(graphs=None))
+        return SimpleNamespace(state=SimpleNamespace(graphs=self.graphs))
 
     def why_not(self, knob: str, value: Any) -> str:
         return "it needs another card" if value == "varlen" else ""
@@ -110,7 +113,8 @@ class Engine:
         if self.lost:
             raise EngineGone("it is not there any more")
 
-    def run(self, session: Engine, *_: Any) -> Outcome:
+    def run(self, session: Engine, load: Any, name: Any, *_: Any) -> Outcome:
+        self.graphs = self.runs.get(str(name), self.graphs)
         slow = {"sdpa": 2.0, "naive": 3.0}.get(self.values["attention"], 1.0)
         return outcome(ON_MS * slow, Settings("cuda", False, 420.0, None, Path("x")).flip_load.requests)
 
@@ -239,3 +243,21 @@ def test_a_load_that_fails_leaves_the_other_be(
     monkeypatch.setattr(serving, "LOADS", {"first": {"attention": "gone"}})
     with pytest.raises(RuntimeError, match=r"no load could be run.*it ended"):
         serving.run(context)
+
+
+def test_a_load_says_how_many_steps_were_fed_and_why_others_were_not(
+    context: Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the load alone, not of what came before it; nothing where there are no graphs."""
+    monkeypatch.setattr(serving, "LOADS", {"first": {}, "second": {}})
+    engine.runs = {
+        "warm second": m.GraphUse(ahead_n=5, missed_n={"prefill": 4}, logits_n={"penalties": 1}),
+        "second": m.GraphUse(
+            ahead_n=5 + STEPS - 1, missed_n={"prefill": 6, "failed": 1}, logits_n={"penalties": 1}
+        ),
+    }
+    found = serving.run(context)["loads"]
+    assert found["first"]["graphs"] is None
+    assert found["second"]["graphs"] == {
+        "fed_share": (STEPS - 1) / STEPS, "missed_n": {"prefill": 2, "failed": 1}, "logits_n": {}
+    }  # fmt: skip

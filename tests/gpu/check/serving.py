@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ipc import messages as m
-from tests.bench.knob_run import Session
 from tests.gpu.check.context import Context
 from tests.gpu.check.server import GREEDY, Served, all_on, figures, run_load, short
 from tests.gpu.check.settings import Load
@@ -52,14 +51,21 @@ def _one(context: Context, served: Served, name: str, but: dict[str, m.KnobValue
     session.flip(on | but)
     kinds = KINDS if name == MIXED else GREEDY
     run_load(session, Load(load.requests, load.prompt // 4, 8), f"warm {name}", kinds)
-    before = _launched_ahead(session)
+    before = session.client.snapshot().state.graphs
     outcome = run_load(session, load, name, kinds)
-    after = _launched_ahead(session)
-    fed = None if before is None or after is None else (after - before) / len(outcome.steps)
-    return {"knobs": on | but, "off": off, "fed_share": fed, **figures(outcome, load)}
+    after = session.client.snapshot().state.graphs
+    graphs = None if before is None or after is None else _became(before, after, len(outcome.steps))
+    return {"knobs": on | but, "off": off, "graphs": graphs, **figures(outcome, load)}
 
 
-def _launched_ahead(session: Session) -> int | None:
-    """Steps whose tokens were fed on the device until now, None without graphs."""
-    use = session.client.snapshot().state.graphs
-    return None if use is None else use.ahead_n
+def _became(before: m.GraphUse, after: m.GraphUse, steps: int) -> dict[str, Any]:
+    """What became of so many steps: how many were fed, and why others were not replayed or not whole."""
+    return {
+        "fed_share": (after.ahead_n - before.ahead_n) / steps,
+        "missed_n": _more(before.missed_n, after.missed_n),
+        "logits_n": _more(before.logits_n, after.logits_n),
+    }
+
+
+def _more(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    return {why: n for why, count in after.items() if (n := count - before.get(why, 0))}
