@@ -229,7 +229,8 @@ class KpiStrip(QWidget):
         for spec in TILES:
             tile = self.tiles[spec.id]
             shown = spec.show(kpis, self._console)
-            note = tr("stale") if stale else shown.note
-            tile.show_value(shown.quantity, note, "ok" if stale else shown.level, shown.aside)
+            old = stale and shown.quantity.value != NONE  # what is not known does not age
+            note = tr("stale") if old else shown.note
+            tile.show_value(shown.quantity, note, "ok" if old else shown.level, shown.aside)
             values = session.timeline.column(spec.column, SPARK_S)
             tile.set_spark(np.asarray(values))

@@ -73,8 +73,9 @@ def test_a_dead_engine_is_not_called_quiet(window: MainWindow, link: FeedLink) -
     beat(window, 1)
     link.traffic()
     beat(window)
-    link.status = dataclasses.replace(link.status, state=LinkState.DEAD, reason="gone")
+    link.status = dataclasses.replace(link.status, state=LinkState.DEAD, reason="gone", data_age_s=9.0)
     beat(window)
+    assert window.kpis.tiles["ttft"].note == "stale"
     assert window.kpis.tiles["running"].note == "engine not running"
     assert "engine not running" in window.throughput.header.note.full_text
 
