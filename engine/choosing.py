@@ -47,6 +47,8 @@ def fail_nonfinite(finite: Tensor, batch: Batch, kv: KVCache, out: StepOutput) -
 
     A rejected draft's do not count; what they wrote is cleaned all the same.
     """
+    if bool(finite.all()):
+        return
     rows = batch.rows
     bad = (~finite).nonzero().squeeze(1).cpu().numpy()
     # The first bad token of each row: if that one was drafted and rejected, so were those behind it.

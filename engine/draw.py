@@ -58,11 +58,20 @@ def philox(even: U64s, odd: U64s, key: U64s) -> None:
 
 
 def max_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest value and its first index of each row of x [rows, n]. NaN counts as largest.
+    """Largest value and its first index of each row of float32 x [rows, n]. NaN counts as largest.
 
-    Two stages: the first reads everything with a plain maximum, which CPUs do far faster than one with
-    indices, and the second searches one segment.
+    On a CPU numpy searches, which takes a fifth of torch's time for one row and for many: it keeps the index
+    in vectors, and wakes no second thread.
     """
+    if not x.is_cpu:
+        return max_in_two_stages(x)
+    at = torch.from_numpy(x.numpy().argmax(axis=-1))
+    return x.gather(-1, at.unsqueeze(-1)).squeeze(-1), at
+
+
+def max_in_two_stages(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`max_of_rows` where reading everything with a plain maximum is far faster than with indices: the second
+    stage searches one segment."""
     rows, n = x.shape
     width = _segment_width(n)
     if width is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from engine import draw
 from engine.request import Request
@@ -417,14 +418,17 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
         assert [t.logprob for t in found.top] == pytest.approx(values.tolist(), abs=1e-5)
 
 
-def test_the_largest_of_rows_equals_argmax_nan_and_ties_included() -> None:
+@pytest.mark.parametrize("search", [draw.max_of_rows, draw.max_in_two_stages])
+def test_the_largest_of_rows_equals_argmax_nan_and_ties_included(
+    search: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> None:
     generator = torch.Generator().manual_seed(0)
     for n in (1, 7, 4096, 5003, 49_152, 151_936):
         x = torch.randn(5, n, generator=generator)
         x[1] = 0.0
         x[2, n // 2] = math.nan
         x[3] = -math.inf
-        values, at = draw.max_of_rows(x)
+        values, at = search(x)
         want_values, want_at = x.max(-1)
         torch.testing.assert_close(values, want_values, equal_nan=True)
         assert at.tolist() == want_at.tolist()
