@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from time import perf_counter
 
 ROOT = Path(__file__).resolve().parents[1]
 # The folder of this script must not come before the libraries: a library is named as the folder is.
@@ -31,12 +32,14 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_argument("--deadline", type=float, default=420.0, metavar="SECONDS", help="default: 420")
     cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     cli.add_argument("--tiny", action="store_true", help="small shapes, for a dry run")
-    cli.add_argument("--lost", action="store_true", help=argparse.SUPPRESS)  # it was started anew
+    cli.add_argument("--lost", action="store_true", help=argparse.SUPPRESS)  # it was started anew,
+    cli.add_argument("--began", type=float, help=argparse.SUPPRESS)  # and had begun then
     return cli
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the stages; returns the exit code."""
+    began_s = perf_counter()  # importing what the stages need counts too
     cli = _parser()
     options = cli.parse_args(arguments)
     if options.device == "cpu":
@@ -62,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         cli.error(f"there is no stage {', '.join(sorted(unknown))}; there are {', '.join(stages.NAMES)}")
     settings = Settings(
         device=options.device, tiny=options.tiny, deadline_s=options.deadline, only=only, out=options.out,
-        lost=options.lost,
+        lost=options.lost, began_s=began_s if options.began is None else options.began,
     )  # fmt: skip
     return stages.run(settings)
 

@@ -126,12 +126,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 @pytest.fixture
 def context(tmp_path: Path, engine: Engine) -> Context:
-    settings = Settings("cuda", False, 420.0, None, tmp_path / "gpu.json")
+    settings = Settings("cuda", False, 420.0, None, tmp_path / "gpu.json", began_s=0.0)
     identity = {"device": "a card", "tiny": False, "config": settings.config}
     results = Results(settings.out, identity, {"commit": "abc", "changed_files": 0}, keep=False)
-    made = Context(
-        settings, results, torch.device("cpu"), Timer(torch.device("cpu"), quick=True), started_s=0.0
-    )
+    made = Context(settings, results, torch.device("cpu"), Timer(torch.device("cpu"), quick=True))
     made.stage = "knobs"
     return made
 

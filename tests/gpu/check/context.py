@@ -22,7 +22,6 @@ class Context:
     results: Results
     device: torch.device
     timer: Timer
-    started_s: float = field(default_factory=time.perf_counter)
     model: Model | None = None
     stage: str = ""  # that runs
     stage_began_s: float = 0.0
@@ -41,7 +40,7 @@ class Context:
     @property
     def left_s(self) -> float:
         """Seconds until the deadline."""
-        return self.settings.deadline_s - (time.perf_counter() - self.started_s)
+        return self.settings.deadline_s - (time.perf_counter() - self.settings.began_s)
 
     def ceilings(self) -> dict[str, Any]:
         """What the device reaches. RuntimeError if what others are a part of was not measured."""

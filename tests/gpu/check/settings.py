@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal
 
 LLAMA_3_8B: dict[str, Any] = {
@@ -62,6 +63,7 @@ class Settings:
     only: tuple[str, ...] | None
     out: Path
     lost: bool = False  # a process before this one was, in a stage that counts as failed
+    began_s: float = field(default_factory=perf_counter)  # the first process; the clock is the machine's
 
     @property
     def config(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def run(settings: Settings) -> int:
     context = Context(settings, results, device, Timer(device, quick=settings.tiny))
     wanted = [stage for stage in STAGES if settings.only is None or stage.name in settings.only]
     if context.timer.on_card:  # where a thread waits for the card with Python's lock, no other one runs
-        faulthandler.dump_traceback_later(settings.deadline_s + 3 * GRACE_S, exit=True)
+        faulthandler.dump_traceback_later(max(context.left_s, 0.0) + 3 * GRACE_S, exit=True)
     names = [stage.name for stage in wanted]
     for i, stage in enumerate(wanted):
         _run_one(context, stage, lambda rest=names[i + 1 :]: _start_anew(context, rest))  # type: ignore[misc]
@@ -100,7 +100,7 @@ def run(settings: Settings) -> int:
 def _finish(context: Context) -> None:
     """Write the summary and print the table."""
     results = context.results
-    results.data["seconds"] = round(time.perf_counter() - context.started_s, 1)
+    results.data["seconds"] = round(time.perf_counter() - context.settings.began_s, 1)
     results.data["summary"] = summary.rows(results)
     results.write()
     print(summary.table(results), flush=True)
@@ -114,7 +114,8 @@ def _start_anew(context: Context, rest: Sequence[str]) -> None:
         become(None)
     print(f"started anew for {', '.join(rest)}", flush=True)
     options = ["--out", str(settings.out), "--device", settings.device, *(["--tiny"] * settings.tiny)]
-    become([*options, "--deadline", f"{max(1.0, context.left_s):.0f}", "--only", ",".join(rest), "--lost"])
+    clock = ["--deadline", f"{settings.deadline_s:g}", "--began", f"{settings.began_s:.3f}"]
+    become([*options, *clock, "--only", ",".join(rest), "--lost"])
 
 
 def _device(settings: Settings) -> torch.device:
