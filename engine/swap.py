@@ -265,7 +265,7 @@ class _Staging:
         self._rows = torch.empty(0)
 
     def gather(self, kv: KVCache, blocks: list[int]) -> None:
-        source = torch.tensor(blocks, device=kv.device)
+        source = _sent(blocks, kv.device)
         self._rows = torch.stack([layer.index_select(0, source) for layer in kv.words], dim=1)
 
     def to_host(self, arena: HostArena, host_blocks: list[int]) -> None:
@@ -277,9 +277,19 @@ def _from_host(kv: KVCache, blocks: list[int], arena: HostArena, host_blocks: li
     staging = torch.empty((len(blocks), *arena.rows.shape[1:]), dtype=arena.rows.dtype, device=kv.device)
     for at, first, count in _runs(host_blocks):
         staging[at : at + count].copy_(arena.rows[first : first + count], non_blocking=True)
-    target = torch.tensor(blocks, device=kv.device)
+    target = _sent(blocks, kv.device)
     for part, layer in enumerate(kv.words):
         layer.index_copy_(0, target, staging[:, part])
+
+
+def _sent(blocks: list[int], device: torch.device) -> torch.Tensor:
+    """Numbers of blocks on a device, without waiting for what its current stream has to do first.
+
+    Only from pinned memory does a copy go by itself; from any other the host waits for the stream. Torch
+    gives that memory to nobody else before the copy is done.
+    """
+    numbers = torch.tensor(blocks)
+    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
 
 def _runs(blocks: Sequence[int]) -> list[tuple[int, int, int]]:

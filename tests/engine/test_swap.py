@@ -6,15 +6,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kv_cache import KVCache
 from engine.kv_scales import KVScales
 from engine.plan import Copy, ScheduledRequest, StepPlan
 from engine.request import Request
-from engine.swap import CopyFailed, HostMemory
+from engine.swap import CopyFailed, HostMemory, InlineLane
 from engine.timing import Timer
 from tests import tiny_models
 from tests.engine.driving import CPU, Driver, prompt, tiny
@@ -89,6 +92,59 @@ def test_a_large_copy_goes_in_pieces(staged: bool, monkeypatch: pytest.MonkeyPat
     there, back = list(range(BLOCKS)), list(reversed(range(BLOCKS)))
     assert run(host, kv, Copy("swap", "out", there, back), Copy("swap", "in", there, there)) == 2 * BLOCKS
     assert torch.equal(snapshot(kv), before.flip(0))
+
+
+class _FindsWhoWaits(TorchDispatchMode):
+    """Copies between the host and a device of another type, that a card's host would wait for: those to or
+    from memory that is not among the ``pinned``, or that are not said to be non-blocking."""
+
+    def __init__(self, pinned: list[Tensor]) -> None:
+        super().__init__()
+        self._pinned = pinned
+        self.crossed = 0
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        match func:
+            case torch.ops.aten.copy_.default:
+                self._look(func, args[0], args[1], bool(kwargs.get("non_blocking", [*args, False][2])))
+                return args[0] if args[0].device != args[1].device else func(*args, **kwargs)
+            case torch.ops.aten._to_copy.default:
+                out = func(*args, **kwargs)
+                self._look(func, out, args[0], bool(kwargs.get("non_blocking")))
+                return out
+        return func(*args, **kwargs)
+
+    def _look(self, func: Any, to: Tensor, of: Tensor, non_blocking: bool) -> None:
+        if to.device == of.device:
+            return
+        self.crossed += 1
+        host = to if to.device.type == "cpu" else of
+        storages = [each.untyped_storage().data_ptr() for each in self._pinned]
+        if not non_blocking or host.untyped_storage().data_ptr() not in storages:
+            self.waits.append(f"{func} of {tuple(of.shape)}")
+
+
+def test_the_host_waits_for_no_copy_that_goes_through_staging_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are begun behind a step that computes: who waits for their stream has waited for that step.
+
+    A tensor without data stands for one on a card.
+    """
+    card, pinned = torch.device("meta"), []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: (pinned.append(self), self)[1])
+    kv = KVCache.allocate(
+        tiny("llama")[0].spec, num_blocks=BLOCKS, block_size=4, dtype=torch.float32, device=card
+    )
+    host = HostMemory(card, lane=InlineLane())
+    host._staged = True
+    host.allocate("swap", 6, kv)
+    pinned.append(host._arenas["swap"].rows)  # by itself on a card
+    with torch.no_grad(), _FindsWhoWaits(pinned) as found:
+        assert run(host, kv, Copy("swap", "out", [7, 2, 9], [5, 0, 1]), Copy("swap", "in", [3], [5])) == 4
+    assert found.waits == []
+    # Two runs of blocks out, one in, and the numbers of each; a mode hears of none that torch.tensor sends.
+    assert found.crossed == 5
 
 
 def test_a_host_block_that_changed_is_not_copied_in() -> None:
