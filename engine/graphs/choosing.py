@@ -7,7 +7,7 @@ the graph ends with the logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,6 +33,30 @@ MOST_ENDS = 128  # of one row: those of a request and of the model
 GREEDY = Sampling()  # takes no draw
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What choosing the tokens of a step takes, whatever shape that is computed in.
+
+    ``has_room``: the lists that it penalizes by. ``num_ends``: tokens to hide, of all its places.
+    """
+
+    has_room: bool
+    adjusted: bool
+    num_ends: int
+    drawn: bool
+    logprobs: bool
+
+    def in_shape(self, shape: GraphShape) -> tuple[GraphShape, str]:
+        """The shape that a step of that size is captured in; why, where it ends with the logits."""
+        why = "" if self.has_room else "penalties"
+        if not why and self.num_ends > shape.tokens * ENDS:
+            why = "min_tokens"
+        if why:
+            return replace(shape, kind="logits"), why
+        kind: Kind = "adjusted" if self.adjusted else "tokens"
+        return replace(shape, kind=kind, drawn=self.drawn, logprobs=self.logprobs), ""
+
+
 class GraphChooser:
     """Packs what choosing tokens needs, and chooses from it inside a graph.
 
@@ -51,31 +75,22 @@ class GraphChooser:
         self.newest = Newest(device)
         self.counts = TextCounts(self.newest, sampler.vocab_size, device)
 
-    def shape_of(self, batch: Batch, shape: GraphShape) -> tuple[GraphShape, str]:
-        """The shape that a step of that size is captured in; why, where it ends with the logits."""
-        kind, why = self._kind_of(batch, shape.tokens)
-        if kind == "logits":
-            return replace(shape, kind=kind), why
-        rows = batch.sampled_rows
-        drawn = any(map(is_drawn, rows, batch.drafts))
-        logprobs = any(row.sampling.logprobs is not None for row in rows)
-        return replace(shape, kind=kind, drawn=drawn, logprobs=logprobs), why
-
-    def _kind_of(self, batch: Batch, tokens: int) -> tuple[Kind, str]:
-        """What has to be captured for a step in a shape of ``tokens`` tokens; why, where it is the logits."""
+    def needs_of(self, batch: Batch) -> Needs:
+        """What choosing a step's tokens takes."""
         rows, drafts = batch.sampled_rows, batch.drafts
-        places = [len(draft) + 1 for draft in drafts]
         counted = any(has_penalty(row.sampling) for row in rows)
-        if counted and not self.counts.has_room(batch):
-            return "logits", "penalties"
         ends = [
-            (len(self._sampler.eos_token_ids) + len(row.sampling.stop_token_ids)) * n
-            for row, n in zip(rows, places, strict=True)
+            (len(self._sampler.eos_token_ids) + len(row.sampling.stop_token_ids)) * (len(draft) + 1)
+            for row, draft in zip(rows, drafts, strict=True)
             if is_short(row)
         ]
-        if sum(ends) > tokens * ENDS:
-            return "logits", "min_tokens"
-        return ("adjusted", "") if counted or ends else ("tokens", "")
+        return Needs(
+            has_room=not counted or self.counts.has_room(batch),
+            adjusted=counted or bool(ends),
+            num_ends=sum(ends),
+            drawn=any(map(is_drawn, rows, drafts)),
+            logprobs=any(row.sampling.logprobs is not None for row in rows),
+        )
 
     def num_words(self, shape: GraphShape) -> int:
         """Words of 64 bits that a step's choice takes in static memory."""

@@ -44,6 +44,24 @@ class _Held:
         return self.rid == row.rid and row.num_tokens - self.num_tokens in (0, 1)
 
 
+class _Distinct:
+    """The distinct tokens of the first ``upto`` of a request's text, counted on as that grows."""
+
+    __slots__ = ("rid", "tokens", "upto")
+
+    def __init__(self, rid: int) -> None:
+        self.rid = rid
+        self.upto = 0
+        self.tokens: set[int] = set()
+
+    def count(self, text: Sequence[int]) -> int:
+        """How many a text has that begins with the one counted before."""
+        if len(text) > self.upto:
+            self.tokens.update(text[self.upto :])
+            self.upto = len(text)
+        return len(self.tokens)
+
+
 class TextCounts:
     """The lists of all slots, and penalties by them. One thread at a time, but for `has_room`."""
 
@@ -57,6 +75,7 @@ class TextCounts:
         self._held: dict[int, _Held] = {}
         self._coming: dict[int, _Held] = {}  # once the step is launched that was written last
         self._whole: list[tuple[int, _Numbers, _Numbers]] = []  # lists to send: slot, tokens, counts
+        self._distinct: dict[int, _Distinct] = {}  # by slot, where a bound did not do
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +95,7 @@ class TextCounts:
         return sum(_sizes(shape))
 
     def has_room(self, batch: Batch) -> bool:
-        """Whether the lists of all that a step penalizes have room. Any thread."""
+        """Whether the lists of all that a step penalizes have room. Any thread, one call at a time."""
         if self._room == self._vocab_size:
             return True
         for i, (row, draft) in enumerate(zip(batch.sampled_rows, batch.drafts, strict=True)):
@@ -86,8 +105,10 @@ class TextCounts:
             if held is not None and held.covers(row):
                 most = held.distinct + row.num_tokens - held.num_tokens
             if most + len(draft) > self._room:  # by a bound: count them
-                text = batch.text_of(i)
-                most = len(set(text)) + max(0, row.num_tokens - len(text))
+                text, counted = batch.text_of(i), self._distinct.get(row.slot)
+                if counted is None or counted.rid != row.rid:
+                    counted = self._distinct[row.slot] = _Distinct(row.rid)
+                most = counted.count(text) + max(0, row.num_tokens - len(text))
             if most + len(draft) > self._room:
                 return False
         return True

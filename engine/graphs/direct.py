@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.batch import Batch
-from engine.graphs.choosing import GraphChooser
+from engine.graphs.choosing import GraphChooser, Needs
 from engine.graphs.driver import Driver
 from engine.graphs.memory import Chosen, Result
 from engine.graphs.newest import awaited
@@ -35,15 +35,15 @@ class DirectForward:
         self._driver = driver
         self._chooser = chooser
 
-    def step_for(self, batch: Batch) -> DirectStep | None:
+    def step_for(self, batch: Batch, needs: Needs) -> DirectStep | None:
         """How a step's tokens are chosen on the device, None if that takes the host.
 
         With drafts nobody knows which place the newest token comes from; for other reasons see
-        `GraphChooser.shape_of`.
+        `Needs.in_shape`.
         """
         if any(batch.drafts):
             return None
-        choice, _ = self._chooser.shape_of(batch, GraphShape(len(batch.sampled), 1))
+        choice, _ = needs.in_shape(GraphShape(len(batch.sampled), 1))
         return None if choice.kind == "logits" else DirectStep(self, choice)
 
     def launch(self, batch: Batch, choice: GraphShape, inputs: Inputs, begins: Callable[[], None]) -> Chosen:

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionPlan, Ints, Rows
 from engine.batch import Batch
 from engine.graphs.choosing import GraphChooser
-from engine.graphs.direct import DirectForward
+from engine.graphs.direct import DirectForward, DirectStep
 from engine.graphs.driver import Captured, Driver
 from engine.graphs.memory import Chosen, Result, SharedRows
 from engine.graphs.newest import awaited
@@ -113,8 +113,7 @@ class GraphedForward:
         self._spec = spec
         self._driver = driver
         self._chooser = chooser
-        self.direct = None if chooser is None else DirectForward(decoder, kv, driver, chooser)
-        """Launches steps that are not replayed; None where kernels choose no tokens."""
+        self._direct = None if chooser is None else DirectForward(decoder, kv, driver, chooser)
         self._max_blocks = max_blocks
         self._budget = budget_bytes
         self._entries: dict[GraphShape, _Entry] = {}
@@ -144,24 +143,27 @@ class GraphedForward:
         """Captured shapes."""
         return len(self._entries)
 
-    def step_for(self, batch: Batch) -> GraphStep | str:
-        """How a step is to be replayed, or in a word why it has to run by itself.
+    def step_for(self, batch: Batch) -> tuple[GraphStep | str, DirectStep | None]:
+        """How a step is to be replayed, or in a word why it has to run by itself; and how its tokens are
+        chosen on the device then, None if they are not.
 
         Launches nothing: it may be asked while another step is computed.
         """
+        needs = None if self._chooser is None else self._chooser.needs_of(batch)
+        direct = None if needs is None or self._direct is None else self._direct.step_for(batch, needs)
         shape = shape_of(batch, self._max_blocks)
         if isinstance(shape, str):
-            return shape
+            return shape, direct
         outside = "fused_sampling"
-        if self._chooser is not None:
-            shape, outside = self._chooser.shape_of(batch, shape)
+        if needs is not None:
+            shape, outside = needs.in_shape(shape)
         why = self._refused.get(shape)
         if why is None and shape not in self._entries:
             if time.monotonic() < self._short_until_s:
                 why = "memory"
             elif not self._fits(shape):
                 why = "budget"
-        return GraphStep(self, shape, outside) if why is None else why
+        return (GraphStep(self, shape, outside) if why is None else why), direct
 
     def logits(self, batch: Batch, step: GraphStep, begins: Callable[[], None]) -> Tensor | None:
         """Float32 logits of all tokens of a filled step, [tokens, vocab_size], valid until the next replay.

@@ -113,8 +113,7 @@ class Graphs:
         forward = self._forward_for(attention, kv, spec, max_len)
         if isinstance(forward, str):
             return Way(missed=forward)
-        found = forward.step_for(batch)
-        direct = None if forward.direct is None else forward.direct.step_for(batch)
+        found, direct = forward.step_for(batch)
         return Way(None, found, direct) if isinstance(found, str) else Way(found, "", direct)
 
     def warm_up(

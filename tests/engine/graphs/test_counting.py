@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine.batch import Batch, BatchBuilder
 from engine.graphs import counting
+from engine.graphs.choosing import GraphChooser, Needs
 from engine.graphs.counting import TextCounts
 from engine.graphs.newest import Newest
 from engine.graphs.shapes import GraphShape
@@ -24,6 +26,8 @@ from engine.speculation.base import NO_DRAFT, Draft
 from ipc.messages import Sampling
 from tests.engine.driving import CPU
 from tests.engine.graphs.fakes import FakeDriver, TorchSampling
+from tests.engine.graphs.test_fed_texts import graphs
+from tests.engine.graphs.test_feeding import feeding
 
 VOCAB = 23
 SLOTS = 4
@@ -203,3 +207,72 @@ def test_a_list_goes_on_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     output = request.token_ids[2:]
     want = {token: output.count(token) for token in {1, 2, *output}}
     assert dict(zip(tokens[there].tolist(), counts[there].tolist(), strict=True)) == want
+
+
+class Watched(list[int]):
+    """A text that knows how many of its tokens were looked at."""
+
+    looked_at = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.looked_at += len(found) if isinstance(at, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        self.looked_at += len(self)
+        return super().__iter__()
+
+
+def test_a_text_is_counted_once_where_it_is_longer_than_its_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text of few distinct tokens has room, and each step of it looks at what is new to it alone."""
+    monkeypatch.setattr(counting, "MOST_COUNTED", 5)
+    counts = TextCounts(Newest(CPU), VOCAB, CPU)
+    request = Request(1, [1, 2, 3] * 20, PENALTIES[0])
+    request.slot, request.block_table = 0, [0]
+
+    def has_room(drafted: int = 0) -> tuple[bool, int]:
+        request.num_computed = request.num_known - 1
+        draft = Draft([7] * drafted) if drafted else NO_DRAFT
+        batch = BatchBuilder(BLOCK, SLOTS).build([ScheduledRequest(request, 1, draft=draft)])
+        text = request.token_ids = Watched(request.token_ids)
+        return counts.has_room(batch), text.looked_at
+
+    assert has_room() == (True, 60)
+    assert has_room() == (True, 0)
+    request.token_ids += [4, 4]
+    assert has_room() == (True, 2)
+    request.num_pending = 1  # may be a fifth
+    assert has_room() == (True, 0)
+    request.num_pending = 0
+    assert has_room(drafted=2) == (False, 0)
+    request.token_ids += [5, 6]
+    assert has_room() == (False, 2)
+    assert has_room() == (False, 0)
+    other = Request(2, [1, 2] * 20, PENALTIES[0])
+    other.slot, other.block_table = 0, [0]
+    request = other
+    assert has_room() == (True, 40)
+
+
+def test_choosing_is_asked_once_about_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is replayed or launched by itself."""
+    with graphs():
+        engine = feeding(TorchSampling)
+        asked, prepared = [0], [0]
+        needs_of, prepare = GraphChooser.needs_of, engine.core.runner.prepare
+
+        def needing(self: GraphChooser, batch: Batch) -> Needs:
+            asked[0] += 1
+            return needs_of(self, batch)
+
+        def preparing(scheduled: Any) -> Any:
+            prepared[0] += 1
+            return prepare(scheduled)
+
+        monkeypatch.setattr(GraphChooser, "needs_of", needing)
+        monkeypatch.setattr(engine.core.runner, "prepare", preparing)
+        engine.submit([1, 2, 3], Sampling(max_tokens=4, ignore_eos=True, presence_penalty=1.0))
+        engine.run()
+        engine.core.pipeline.stop()
+    assert asked == prepared != [0]

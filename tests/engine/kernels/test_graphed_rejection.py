@@ -67,7 +67,7 @@ def judged_inside(batch: Batch, scores: Tensor, shape: GraphShape) -> list[Verif
     made = sampler()
     assert made.fused is not None
     chooser = GraphChooser(made, made.fused, None, CPU)
-    assert chooser.shape_of(batch, GraphShape(shape.rows, shape.queries)) == (shape, "")
+    assert chooser.needs_of(batch).in_shape(GraphShape(shape.rows, shape.queries)) == (shape, "")
     words = np.full(chooser.num_words(shape), 7 << 32 | 7, dtype=np.int64)  # both halves
     chooser.fill(words, shape, batch)
     chooser.send(FakeDriver())

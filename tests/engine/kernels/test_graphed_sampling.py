@@ -85,7 +85,7 @@ def chosen_inside(batch: Batch, scores: Tensor, shape: GraphShape, padded: Tenso
     made = sampler()
     assert made.fused is not None
     chooser = GraphChooser(made, made.fused, padded, CPU)
-    assert chooser.shape_of(batch, GraphShape(shape.rows, shape.queries)) == (shape, "")
+    assert chooser.needs_of(batch).in_shape(GraphShape(shape.rows, shape.queries)) == (shape, "")
     words = np.full(chooser.num_words(shape), 7 << 32 | 7, dtype=np.int64)  # both halves
     chooser.fill(words, shape, batch)
     chooser.send(FakeDriver())
@@ -183,7 +183,7 @@ def test_what_has_no_room_is_chosen_outside(
     assert made.fused is not None
     batch = batch_of([Sampling(**changes)])  # type: ignore[arg-type]
     shape = GraphShape(1, 1)
-    assert GraphChooser(made, made.fused, None, CPU).shape_of(batch, shape) == (shape, why)
+    assert GraphChooser(made, made.fused, None, CPU).needs_of(batch).in_shape(shape) == (shape, why)
 
 
 def test_drawn_drafts_have_shapes_of_their_own() -> None:
@@ -197,7 +197,7 @@ def test_drawn_drafts_have_shapes_of_their_own() -> None:
         (Sampling(temperature=0.0), (GraphShape(1, 2, "tokens"), "")),
         (Sampling(temperature=1.0, logprobs=1), (replace(drawn_shape, logprobs=True), "")),
     ):
-        assert chooser.shape_of(batch_of([settings], [drawn]), shape) == found
+        assert chooser.needs_of(batch_of([settings], [drawn])).in_shape(shape) == found
 
 
 @pytest.fixture
