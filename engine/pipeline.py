@@ -168,12 +168,15 @@ class Pipeline:
         return None
 
     def forgo(self, step: Step) -> None:
-        """A staged step will not be launched: the next one reports what planning it did.
+        """A staged step will not be launched: the next one reports what planning it did, and what was copied.
 
-        Of one that was launched ahead nobody takes anything, and what it left is clean when this returns.
+        Of one that was launched ahead nobody takes anything else, and what it left is clean when this
+        returns.
         """
         if step.flight is not None:
-            step.flight.land()
+            dropped = step.flight.land()
+            step.plan.copied_blocks += dropped.copied_blocks
+            step.plan.copy_s += dropped.copy_s
             self._ahead = None
             for slot in step.freed_slots:
                 self._runner.release(slot)
@@ -194,7 +197,6 @@ class Pipeline:
         self._try_launch(step, prepared)
         if step.flight is not None:
             self._ahead = step
-            self._runner.graphs.counts.ahead += 1
         elif step.error is not None and step.has_copies:
             log.error("a step was not computed, nor may the copies before it be made: %s", step.error)
             self._copies_lost = True
@@ -207,7 +209,9 @@ class Pipeline:
         self._unlaunched = StepPlan()
         self.num_launched += 1
         step.number = self.num_launched
-        self._ahead = None
+        if self._ahead is not None:  # this one, and it is not dropped any more
+            self._runner.graphs.counts.ahead += 1
+            self._ahead = None
         begin = self._clock_ns()
         prepared = step.prepared
         if prepared is not None and step.flight is None:
@@ -317,6 +321,8 @@ class Pipeline:
 
     def _accept(self, step: Step, out: StepOutput) -> None:
         plan, clock = step.plan, step.clock
+        out.copied_blocks += plan.copied_blocks
+        out.copy_s += plan.copy_s
         forward_ns = round(out.forward_s * 1e9)
         self._totals.add(
             plan_ns=clock.planned - clock.begin + clock.draft,

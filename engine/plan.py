@@ -71,7 +71,7 @@ class StepPlan:
     ``query_tokens`` and ``hit_tokens`` are prefix-cache look-ups at first admission, not on a resume, and
     ``host_hit_tokens`` is the part of the hits that came from host memory. ``draft_tokens`` of
     ``draft_requests`` are computed besides. Nothing happens before ``wake_ns`` though requests wait, unless
-    another one comes or goes.
+    another one comes or goes. ``copied_blocks`` were copied, in ``copy_s`` seconds, for one that was dropped.
     """
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
@@ -87,6 +87,8 @@ class StepPlan:
     host_hit_tokens: int = 0
     draft_requests: int = 0
     draft_tokens: int = 0
+    copied_blocks: int = 0
+    copy_s: float = 0.0
     wake_ns: int | None = None
     turns: dict[int, int] | None = None  # rid -> when its turn was, if decoding requests must take turns
     reason: str = ""  # why nothing is scheduled although work waits
@@ -113,11 +115,13 @@ class StepPlan:
                 self.recompute_tokens -= row.recompute
 
     def absorb(self, other: StepPlan) -> None:
-        """Add what planning ``other`` did: whom it preempted and what it found."""
+        """Add what planning ``other`` did: whom it preempted, what it found, and what was copied for it."""
         self.preemptions += other.preemptions
         self.query_tokens += other.query_tokens
         self.hit_tokens += other.hit_tokens
         self.host_hit_tokens += other.host_hit_tokens
+        self.copied_blocks += other.copied_blocks
+        self.copy_s += other.copy_s
 
     def share_drafting(self, draft_ns: int, forward_ns: int) -> None:
         """Add what drafts and their verification took to the requests that had them, by tokens."""

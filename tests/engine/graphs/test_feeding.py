@@ -189,6 +189,42 @@ def test_copies_are_made_between_steps_that_are_fed(
     assert engine.core.scheduler.swap_blocks_used == 0
 
 
+def test_copies_of_a_step_that_is_dropped_are_told_with_the_next(
+    lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A11: they were made all the same, once. The step itself does not count as one that was fed."""
+    expected = expected_of("llama")
+    engine = feeding(prefix_cache=False, preemption="swap", swap_space_gib=0.001)
+    found = ahead(engine, monkeypatch)
+    host, pipeline = engine.core.runner._host, engine.core.pipeline
+    run, settle = host.run, pipeline.settle
+    made: list[int] = []
+    dropped: list[int] = []
+
+    def running(copies: Any, kv: Any, timer: Any) -> int:
+        monkeypatch.setattr(timer, "elapsed_s", lambda: 0.25)
+        made.append(run(copies, kv, timer))
+        return made[-1]
+
+    def dropping(step: Any, landing: Any) -> Any:
+        if step.flight is None or not step.has_copies or dropped:
+            return settle(step, landing)
+        dropped.append(len(engine.heard.steps))  # but for the one that has just landed
+        return settle(step, "doubtful")
+
+    monkeypatch.setattr(host, "run", running)
+    monkeypatch.setattr(pipeline, "settle", dropping)
+    rids, _ = run_with_preemption(engine)
+    assert [engine.ids(rid) for rid in rids] == [expected.ids[i][:COUNT] for i in (1, 2)]
+    assert len(dropped) == 1 <= len(made)
+    told = [(step.copied_blk, step.copy_us) for step in engine.heard.steps]
+    assert told[dropped[0] + 1] == (made[0], 250_000)
+    assert (sum(blocks for blocks, _ in told), sum(us for _, us in told)) == (sum(made), 250_000 * len(made))
+    use = engine.core.state().graphs
+    assert use is not None
+    assert use.ahead_n == len(found) - 1
+
+
 @pytest.mark.parametrize("count", [3, COUNT])
 def test_copies_that_fail_ahead_of_a_fed_step_let_all_start_over(
     lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch, count: int
