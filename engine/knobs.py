@@ -323,8 +323,8 @@ _KERNELS = (
         type="bool",
         default=False,
         lossy=True,
-        help="Temperature, top-k, top-p, min-p and the draw run as one kernel that sorts nothing; penalties "
-        "and the judgement of drawn drafts are kernels too. Greedy text is the same; with a temperature "
+        help="Temperature, top-k, top-p, min-p and the draw run as kernels that sort nothing; penalties and "
+        "the judgement of drawn drafts are kernels too. Greedy text is the same; with a temperature "
         "tokens come from the same distribution, but a seed may give another text.",
     ),
     Knob(
@@ -337,8 +337,9 @@ _KERNELS = (
         help="Steps without prompts are padded to one of some shapes and replayed from a graph, which "
         "launches all of their kernels at once. A shape is captured when it is first met; switched on at "
         "start, kernels of decoding steps are compiled before the first request. With fused sampling the "
-        "graph chooses the tokens too, but for log-probabilities and drafts that are judged by their "
-        "probabilities. Each step says which it was replayed in, or none.",
+        "graph chooses the tokens too, but for steps with penalties on a text of more than 8,192 distinct "
+        "tokens, or with too many ends to hide before min_tokens. Each step says which it was replayed in, "
+        "or none.",
     ),
     Knob(
         id="compile",

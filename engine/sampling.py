@@ -179,7 +179,7 @@ class Sampler:
     def _sample_fused(
         self, fused: FusedSampling, logits: Tensor, requests: Sequence[SampledRequest]
     ) -> Sampled:
-        """`sample` by kernels: one launch, and another for rows whose scores are changed before."""
+        """`sample` by kernels: all rows, and once more those whose scores are changed before."""
 
         def choose(scores: Tensor, rows: Sequence[SampledRequest]) -> Tensor:
             seeds = np.array([row.seed for row in rows], dtype=np.uint64)

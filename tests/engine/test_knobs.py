@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+import resources
 from engine.availability import preferred
+from engine.graphs.counting import MOST_COUNTED
 from engine.knob import KnobContext
 from engine.knob_store import KnobStore, PatchRefused
 from engine.knobs import BY_ID, KNOBS, list_knobs
@@ -48,6 +52,17 @@ def test_the_registry_passes_the_protocol() -> None:
     """Ids, texts and ranges keep the bounds that the protocol declares, there and back."""
     packed = msgspec.msgpack.encode(list_knobs())
     assert msgspec.msgpack.decode(packed, type=list[KnobInfo]) == list_knobs()
+
+
+def test_texts_name_what_graphs_leave_to_the_host_and_why() -> None:
+    """In both languages: how long a text may be that is penalized in a graph, and by whom ends are hidden."""
+    texts = Path(resources.__file__).parent / "i18n" / "zh_CN.json"
+    chinese = json.loads(texts.read_text(encoding="utf-8"))["knobs"]
+    for told in (BY_ID["cuda_graphs"].help, chinese["cuda_graphs"][1]):
+        assert f" {MOST_COUNTED:,} " in told
+        assert "min_tokens" in told
+        assert "prob" not in told
+        assert "概率" not in told
 
 
 @pytest.mark.parametrize(("key", "value", "why"), [
