@@ -28,6 +28,7 @@ REASONS = {
 OUTSIDE = {
     "fused_sampling": N_("“Fused sampling” is off"),
     "penalties": N_("penalties on long texts"),
+    "lists": N_("no memory to count tokens in"),
     "min_tokens": N_("too many ends to hide"),
 }
 MISSES, OUTSIDES = 4, 2  # reasons shown, most frequent first

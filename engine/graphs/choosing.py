@@ -37,10 +37,10 @@ GREEDY = Sampling()  # takes no draw
 class Needs:
     """What choosing the tokens of a step takes, whatever shape that is computed in.
 
-    ``has_room``: the lists that it penalizes by. ``num_ends``: tokens to hide, of all its places.
+    ``outside``: why that is not done on the device, "" if it is. ``num_ends``: tokens to hide, of all places.
     """
 
-    has_room: bool
+    outside: str
     adjusted: bool
     num_ends: int
     drawn: bool
@@ -48,7 +48,7 @@ class Needs:
 
     def in_shape(self, shape: GraphShape) -> tuple[GraphShape, str]:
         """The shape that a step of that size is captured in; why, where it ends with the logits."""
-        why = "" if self.has_room else "penalties"
+        why = self.outside
         if not why and self.num_ends > shape.tokens * ENDS:
             why = "min_tokens"
         if why:
@@ -85,7 +85,7 @@ class GraphChooser:
             if is_short(row)
         ]
         return Needs(
-            has_room=not counted or self.counts.has_room(batch),
+            outside="penalties" if counted and not self.counts.has_room(batch) else "",
             adjusted=counted or bool(ends),
             num_ends=sum(ends),
             drawn=any(map(is_drawn, rows, drafts)),

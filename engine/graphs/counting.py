@@ -82,13 +82,14 @@ class TextCounts:
         """Bytes of device memory that lists take; none until they are first used."""
         return 0 if self._lists is None else self._lists.nbytes
 
-    def lacking(self, shape: GraphShape) -> int:
-        """Bytes that a shape's first use allocates for lists."""
-        return 8 * (NOBODY + 1) * self._room if shape.kind == "adjusted" and self._lists is None else 0
+    @property
+    def lacking(self) -> int:
+        """Bytes that `reserve` has to allocate."""
+        return 8 * (NOBODY + 1) * self._room if self._lists is None else 0
 
     def working_bytes(self, shape: GraphShape) -> int:
-        """Bytes that a shape's rows take while they are penalized."""
-        return 10 * shape.tokens * self._room if shape.kind == "adjusted" else 0
+        """Bytes that a shape's rows take while they are penalized: tokens, counts, and where to find one."""
+        return 11 * shape.tokens * self._room if shape.kind == "adjusted" else 0
 
     def num_words(self, shape: GraphShape) -> int:
         """Words of 64 bits that it needs of a step in that shape."""
@@ -114,10 +115,9 @@ class TextCounts:
         return True
 
     def clear(self, words: Tensor, shape: GraphShape) -> None:
-        """Let nobody be penalized by ``words``, and no list change. Allocates what penalties will need."""
+        """Let nobody be penalized by ``words``, and no list change."""
         if shape.kind != "adjusted":
             return
-        self._reserve()
         slots, added, _ = torch.split(words, _sizes(shape))
         slots.fill_(NOBODY)
         added.fill_(NOTHING)
@@ -172,7 +172,7 @@ class TextCounts:
         for i, (slot, tokens, counts) in enumerate(self._whole):
             slots[i], lists[0, i, : len(tokens)], lists[1, i, : len(tokens)] = slot, tokens, counts
         device = torch.empty_like(host, device=self._device)
-        held = self._reserve()
+        held = self.reserve()
 
         def body() -> None:
             at = device[:count]
@@ -188,11 +188,12 @@ class TextCounts:
         self._held.update(self._coming)
         self._coming.clear()
 
-    def _reserve(self) -> Tensor:
-        """All lists, which are allocated when they are first needed."""
+    def reserve(self) -> Tensor:
+        """All lists, which are allocated when they are first needed: RuntimeError if there is no memory."""
         if self._lists is None:
-            self._lists = torch.zeros(2, NOBODY + 1, self._room, dtype=torch.int32, device=self._device)
-            self._lists[0].fill_(-1)
+            lists = torch.zeros(2, NOBODY + 1, self._room, dtype=torch.int32, device=self._device)
+            lists[0].fill_(-1)
+            self._lists = lists
         return self._lists
 
     def penalize(self, fused: FusedSampling, scores: Tensor, words: Tensor, shape: GraphShape) -> None:
@@ -201,7 +202,7 @@ class TextCounts:
         words: what `fill` wrote, on the device. Launches only what depends on the shape.
         """
         slots, added, each = torch.split(words, _sizes(shape))
-        held = self._reserve()
+        held = self.reserve()
         tokens, counts = held.index_select(1, slots)  # of each place, [tokens, room]
         given = self._newest.known(added).view(shape.queries, -1).to(torch.int32)
         is_there = (added != NOTHING).view(shape.queries, -1)

@@ -7,7 +7,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionPlan, Ints, Rows
 from engine.batch import Batch
-from engine.graphs.choosing import GraphChooser
+from engine.graphs.choosing import GraphChooser, Needs
 from engine.graphs.direct import DirectForward, DirectStep
 from engine.graphs.driver import Captured, Driver
 from engine.graphs.memory import Chosen, Result, SharedRows
@@ -147,9 +147,9 @@ class GraphedForward:
         """How a step is to be replayed, or in a word why it has to run by itself; and how its tokens are
         chosen on the device then, None if they are not.
 
-        Launches nothing: it may be asked while another step is computed.
+        Launches no step: it may be asked while another one is computed.
         """
-        needs = None if self._chooser is None else self._chooser.needs_of(batch)
+        needs = None if self._chooser is None else self._needs_of(batch, self._chooser)
         direct = None if needs is None or self._direct is None else self._direct.step_for(batch, needs)
         shape = shape_of(batch, self._max_blocks)
         if isinstance(shape, str):
@@ -164,6 +164,27 @@ class GraphedForward:
             elif not self._fits(shape):
                 why = "budget"
         return (GraphStep(self, shape, outside) if why is None else why), direct
+
+    def _needs_of(self, batch: Batch, chooser: GraphChooser) -> Needs:
+        """What a step's choice takes, and what it penalizes by there: the host does it if that cannot be."""
+        needs = chooser.needs_of(batch)
+        if needs.outside or not needs.adjusted or not chooser.counts.lacking or self._reserve_lists(chooser):
+            return needs
+        return replace(needs, outside="lists")
+
+    def _reserve_lists(self, chooser: GraphChooser) -> bool:
+        """Allocate the lists of penalties, within the budget. Whether they are there."""
+        if time.monotonic() < self._short_until_s or self.nbytes + chooser.counts.lacking >= self._budget:
+            return False
+        try:
+            chooser.counts.reserve()
+        except (RuntimeError, MemoryError) as error:
+            if kind_of(error) != "memory":
+                raise
+            log.warning("no memory for the lists of penalties, the host counts tokens: %s", text_of(error))
+            self._short_until_s = time.monotonic() + RETRY_S
+            return False
+        return True
 
     def logits(self, batch: Batch, step: GraphStep, begins: Callable[[], None]) -> Tensor | None:
         """Float32 logits of all tokens of a filled step, [tokens, vocab_size], valid until the next replay.
@@ -222,8 +243,6 @@ class GraphedForward:
             more += self._logits.lacking(shape.tokens)
         if shape.drawn:
             more += self._proposals.lacking(shape.tokens)
-        if self._chooser is not None:
-            more += self._chooser.counts.lacking(shape)
         return self.nbytes + more < self._budget
 
     def _working_bytes(self, shape: GraphShape) -> int:

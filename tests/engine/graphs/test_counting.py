@@ -202,7 +202,7 @@ def test_a_list_goes_on_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         rig.step()
     assert sent == 2
     rig.driver.drain()
-    tokens, counts = rig.counts._reserve()[:, 0]
+    tokens, counts = rig.counts.reserve()[:, 0]
     there = tokens >= 0
     output = request.token_ids[2:]
     want = {token: output.count(token) for token in {1, 2, *output}}

@@ -14,10 +14,18 @@ import pytest
 import torch
 
 from engine.graphs import switch
+from engine.graphs.counting import TextCounts
 from engine.runner import CopyFailed
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine
-from tests.engine.graphs.fakes import CAPTURABLE, FakeDriver, FakeLane, GreedySampling, StaticAttention
+from tests.engine.graphs.fakes import (
+    CAPTURABLE,
+    FakeDriver,
+    FakeLane,
+    GreedySampling,
+    StaticAttention,
+    TorchSampling,
+)
 from tests.engine.oracle import NEW_TOKENS, Expected, told
 from tests.engine.oracle import tiny as expected_of
 
@@ -307,6 +315,38 @@ def test_a_miss_counts_once_however_often_its_step_is_prepared(
     counts = engine.core.runner.graphs.counts
     assert sum(counts.misses.values()) == len(engine.heard.steps)
     assert set(counts.misses) == {"prefill", "budget"}
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_penalties_are_the_hosts_where_there_is_no_memory_for_their_lists(
+    lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch, short: bool
+) -> None:
+    """Neither beyond the budget for graphs nor where the card has none; nobody fails, and the steps of
+    those without penalties are fed as ever."""
+    monkeypatch.setattr(switch, "BUDGET_BYTES", 1 << 30 if short else 0)
+    asked = [0]
+
+    def reserve(self: TextCounts) -> torch.Tensor:
+        asked[0] += 1
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(TextCounts, "reserve", reserve)
+    lazy.lazy = False  # logits are read without the driver being asked
+    engine = feeding(TorchSampling)
+    penalized = engine.submit(
+        expected_of("llama").prompts[2], Sampling(max_tokens=4, ignore_eos=True, presence_penalty=1.0)
+    )
+    engine.run()
+    assert engine.heard.done[penalized].finish == "length"
+    counts = engine.core.runner.graphs.counts
+    assert asked == [int(short)]  # not again within half a minute
+    assert counts.ahead == 0
+    found = ahead(engine, monkeypatch)
+    rid = engine.submit(expected_of("llama").prompts[2], PLAIN)
+    engine.run()
+    assert engine.ids(rid) == expected_of("llama").ids[2][:COUNT]
+    assert len(found) == COUNT - 1
+    assert engine.core.runner.graphs.counts.misses["memory" if short else "budget"] > 0
 
 
 def test_all_may_end_with_a_step_behind_them(lazy: FakeDriver) -> None:
