@@ -178,6 +178,7 @@ class Pipeline:
             step.plan.copied_blocks += dropped.copied_blocks
             step.plan.copy_s += dropped.copy_s
             self._ahead = None
+            self._runner.graphs.forget_texts()
             for slot in step.freed_slots:
                 self._runner.release(slot)
         self._unlaunched.absorb(step.plan)
@@ -373,6 +374,7 @@ class Pipeline:
             # With its device's context lost, or after a fault of its own, every later step would fail too.
             raise error or RuntimeError(f"step {step.number} was launched without having been prepared")
         plan = step.plan
+        self._runner.graphs.forget_texts()
         for row in plan.scheduled:
             row.request.num_pending = 0
         if isinstance(error, CopyFailed):

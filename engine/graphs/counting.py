@@ -188,6 +188,11 @@ class TextCounts:
         self._held.update(self._coming)
         self._coming.clear()
 
+    def forget(self) -> None:
+        """Tokens that were fed may turn out to be others: send every list again before it is used."""
+        self._held.clear()
+        self._coming.clear()
+
     def reserve(self) -> Tensor:
         """All lists, which are allocated when they are first needed: RuntimeError if there is no memory."""
         if self._lists is None:

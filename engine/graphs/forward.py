@@ -165,6 +165,11 @@ class GraphedForward:
                 why = "budget"
         return (GraphStep(self, shape, outside) if why is None else why), direct
 
+    def forget_texts(self) -> None:
+        """A step was dropped, with what it may have fed. Nothing may be computed meanwhile."""
+        if self._chooser is not None:
+            self._chooser.counts.forget()
+
     def _needs_of(self, batch: Batch, chooser: GraphChooser) -> Needs:
         """What a step's choice takes, and what it penalizes by there: the host does it if that cannot be."""
         needs = chooser.needs_of(batch)

@@ -84,6 +84,11 @@ class Graphs:
         """Forget all graphs, and the memory that they use."""
         self._forward = None
 
+    def forget_texts(self) -> None:
+        """A step was dropped, with what it may have fed: rely on no text that the device has counted."""
+        if self._forward is not None:
+            self._forward.forget_texts()
+
     def use(self) -> GraphUse | None:
         """What became of steps since this was switched on, None while it is off. Any thread."""
         if not self.on:

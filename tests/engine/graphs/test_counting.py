@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from engine.batch import Batch, BatchBuilder
 from engine.graphs import counting
-from engine.graphs.choosing import GraphChooser, Needs
 from engine.graphs.counting import TextCounts
 from engine.graphs.newest import Newest
 from engine.graphs.shapes import GraphShape
@@ -26,8 +25,6 @@ from engine.speculation.base import NO_DRAFT, Draft
 from ipc.messages import Sampling
 from tests.engine.driving import CPU
 from tests.engine.graphs.fakes import FakeDriver, TorchSampling
-from tests.engine.graphs.test_fed_texts import graphs
-from tests.engine.graphs.test_feeding import feeding
 
 VOCAB = 23
 SLOTS = 4
@@ -101,6 +98,16 @@ class Rig:
                 request.token_ids.append(self.chosen.pop(request.rid)[0])
                 request.num_pending = 0
 
+    def drop(self) -> None:
+        """The newest tokens are chosen anew, those among them that were fed to a step which is forgone."""
+        self.driver.drain()
+        self.chosen.clear()
+        for request in [*self.running, *self.waiting]:
+            request.num_pending = 0
+            if request.num_tokens > request.num_prompt:
+                request.token_ids[-1] = self.token()
+        self.counts.forget()
+
     def step(self, *, drafts: bool = False, launches: bool = True) -> None:
         """Penalize some requests' scores on the device, and choose a token for each."""
         requests = [request for request in self.running if self.rng.random() < 0.8]
@@ -154,14 +161,17 @@ class Rig:
             self.chosen[request.rid] = own, request.slot
 
 
-acts = st.sampled_from(["admit", "admit", "step", "step", "step", "drafts", "lost", "preempt", "end", "read"])
+acts = st.sampled_from(
+    ["admit", "admit", "step", "step", "step", "drafts", "lost", "preempt", "end", "read", "drop"]
+)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(acts, min_size=4, max_size=40), st.integers(0, 1000), st.sampled_from([VOCAB, 15]))
 def test_penalties_are_those_of_a_recount(happens: list[str], seed: int, room: int) -> None:
     """A07, A11: with preemptions, other slots and slots of others, drafts that stay in part, steps that were
-    written and never launched, and lists that have no room: each place is penalized by its text alone."""
+    written and never launched or launched and dropped, and lists that have no room: each place is penalized
+    by its text alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counting, "MOST_COUNTED", room)
         rig = Rig(random.Random(seed))
@@ -173,6 +183,8 @@ def test_penalties_are_those_of_a_recount(happens: list[str], seed: int, room: i
                     rig.leave(act == "preempt")
                 case "read":
                     rig.read()
+                case "drop":
+                    rig.drop()
                 case _:
                     rig.step(drafts=act == "drafts", launches=act != "lost")
         rig.driver.drain()
@@ -253,26 +265,3 @@ def test_a_text_is_counted_once_where_it_is_longer_than_its_list(monkeypatch: py
     other.slot, other.block_table = 0, [0]
     request = other
     assert has_room() == (True, 40)
-
-
-def test_choosing_is_asked_once_about_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it is replayed or launched by itself."""
-    with graphs():
-        engine = feeding(TorchSampling)
-        asked, prepared = [0], [0]
-        needs_of, prepare = GraphChooser.needs_of, engine.core.runner.prepare
-
-        def needing(self: GraphChooser, batch: Batch) -> Needs:
-            asked[0] += 1
-            return needs_of(self, batch)
-
-        def preparing(scheduled: Any) -> Any:
-            prepared[0] += 1
-            return prepare(scheduled)
-
-        monkeypatch.setattr(GraphChooser, "needs_of", needing)
-        monkeypatch.setattr(engine.core.runner, "prepare", preparing)
-        engine.submit([1, 2, 3], Sampling(max_tokens=4, ignore_eos=True, presence_penalty=1.0))
-        engine.run()
-        engine.core.pipeline.stop()
-    assert asked == prepared != [0]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from engine.graphs import switch
+from engine.graphs.choosing import GraphChooser
 from engine.graphs.counting import TextCounts
 from engine.runner import CopyFailed
 from ipc.messages import Sampling
@@ -220,6 +221,8 @@ def test_copies_of_a_step_that_is_dropped_are_told_with_the_next(
         dropped.append(len(engine.heard.steps))  # but for the one that has just landed
         return settle(step, "doubtful")
 
+    forgotten: list[int] = []
+    monkeypatch.setattr(TextCounts, "forget", lambda self: forgotten.append(len(engine.heard.steps)))
     monkeypatch.setattr(host, "run", running)
     monkeypatch.setattr(pipeline, "settle", dropping)
     rids, _ = run_with_preemption(engine)
@@ -231,6 +234,7 @@ def test_copies_of_a_step_that_is_dropped_are_told_with_the_next(
     use = engine.core.state().graphs
     assert use is not None
     assert use.ahead_n == len(found) - 1
+    assert forgotten == dropped  # what it may have been fed
 
 
 @pytest.mark.parametrize("count", [3, COUNT])
@@ -347,6 +351,27 @@ def test_penalties_are_the_hosts_where_there_is_no_memory_for_their_lists(
     assert engine.ids(rid) == expected_of("llama").ids[2][:COUNT]
     assert len(found) == COUNT - 1
     assert engine.core.runner.graphs.counts.misses["memory" if short else "budget"] > 0
+
+
+def test_choosing_is_asked_once_about_each_step(lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is replayed or launched by itself."""
+    engine = feeding(TorchSampling)
+    needs_of, prepare = GraphChooser.needs_of, engine.core.runner.prepare
+    asked, prepared = [0], [0]
+
+    def needing(self: GraphChooser, batch: Any) -> Any:
+        asked[0] += 1
+        return needs_of(self, batch)
+
+    def preparing(scheduled: Any) -> Any:
+        prepared[0] += 1
+        return prepare(scheduled)
+
+    monkeypatch.setattr(GraphChooser, "needs_of", needing)
+    monkeypatch.setattr(engine.core.runner, "prepare", preparing)
+    engine.submit([1, 2, 3], Sampling(max_tokens=4, ignore_eos=True, presence_penalty=1.0))
+    engine.run()
+    assert asked == prepared != [0]
 
 
 def test_all_may_end_with_a_step_behind_them(lazy: FakeDriver) -> None:
