@@ -246,6 +246,7 @@ class KnobModel:
             self._outcomes.clear()
             for change in list(self._queue):
                 self._refuse(change, "The engine was started anew meanwhile.", {})
+            self._changed()
         for event in batch.events:
             self._applied_event(event)
         if batch.link.state in _ENDED and self._queue:

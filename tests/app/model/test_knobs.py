@@ -199,6 +199,16 @@ def test_a_change_on_its_way_when_the_engine_dies_is_refused() -> None:
     assert (view.status, view.desired) == (KnobStatus.REFUSED, True)
 
 
+def test_a_refusal_ends_with_the_engine_that_gave_it() -> None:
+    knobs, wire = model()
+    knobs.set({"max_num_seqs": 0})
+    wire.refuse(max_num_seqs="must be 1 or more")
+    assert KnobStatus.REFUSED in [view.status for view in knobs.views()]
+    knobs.ingest(batch(1.0, new_session=True))  # its configuration comes later
+    assert KnobStatus.REFUSED not in [view.status for view in knobs.views()]
+    assert "".join(view.reason for view in knobs.views()) == ""
+
+
 def test_a_stored_configuration_gives_what_differs_and_says_what_cannot_be_had() -> None:
     knobs, _ = model()
     stored = {"prefix_cache": True, "max_num_seqs": 4, "gone": 1}
