@@ -34,6 +34,7 @@ class _Cells(QStyledItemDelegate):
     def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: AnyIndex) -> None:
         t = theme.tokens()
         box: QRect = option.rect
+        painter.save()
         if option.state & QStyle.StateFlag.State_Selected:
             painter.fillRect(box, QColor(t.selection))
         painter.setPen(QColor(t.grid))
@@ -43,6 +44,7 @@ class _Cells(QStyledItemDelegate):
         box = box.adjusted(PAD, 0, -PAD, -1)
         text = option.fontMetrics.elidedText(index.data(), Qt.TextElideMode.ElideRight, box.width())
         painter.drawText(box, side | Qt.AlignmentFlag.AlignVCenter, text)
+        painter.restore()
 
 
 class RequestsPanel(QWidget):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from PySide6.QtCore import QEvent, QObject, QPoint, Qt
-from PySide6.QtWidgets import QApplication
+from PySide6.QtCore import QEvent, QObject, Qt
+from PySide6.QtGui import QColor, QImage, QPainter, QStandardItem, QStandardItemModel
+from PySide6.QtWidgets import QApplication, QStyleOptionViewItem
 
 from app.main_window import MainWindow
 from app.model.request_table import COLUMNS
+from app.panels.requests import _Cells
 from app.widgets.basic import ElidedLabel, FigureLabel, FlowingLabel
 from tests.app import builders as b
 from tests.app.gui.conftest import beat
@@ -125,6 +127,21 @@ def test_painted_labels_ask_for_room_only_where_they_need_more(qapp: QApplicatio
     dark = [(x, y) for x in range(60) for y in range(20)
             if elided.grab().toImage().pixelColor(x, y).lightness() > 100]  # fmt: skip
     assert dark, "it is painted"
-    assert elided.mapTo(elided, QPoint(0, 0)) == QPoint(0, 0)
     elided.close()
     assert Qt.TextFormat.PlainText == figure.textFormat()
+
+
+def test_a_cell_leaves_the_painter_as_it_was(qapp: QApplication) -> None:
+    """What the view paints next, it paints with its own pen."""
+    rows = QStandardItemModel(1, 1)
+    rows.setItem(0, 0, QStandardItem("running"))
+    image = QImage(80, 20, QImage.Format.Format_RGB32)
+    image.fill(0)
+    option = QStyleOptionViewItem()
+    option.rect = image.rect()
+    painter = QPainter(image)
+    painter.setPen(QColor("red"))
+    _Cells().paint(painter, option, rows.index(0, 0))
+    assert painter.pen().color() == QColor("red")
+    painter.end()
+    assert any(image.pixelColor(x, y).lightness() > 0 for x in range(80) for y in range(18)), "it is painted"
