@@ -199,7 +199,7 @@ class Pipeline:
         if step.flight is not None:
             self._ahead = step
         elif step.error is not None and step.has_copies:
-            log.error("a step was not computed, nor may the copies before it be made: %s", step.error)
+            log.error("a step or the copies ahead of it failed, and everybody starts over: %s", step.error)
             self._copies_lost = True
         step.clock.prepare += self._clock_ns() - begin
 

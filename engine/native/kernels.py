@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 WEIGHT_DTYPES = tuple(PLAIN_KINDS)
 STORED_AS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
-"""How the library numbers dtypes, in ``qkv.cpp``."""
+"""How the library numbers dtypes: ``StoredAs`` in ``parts.h``."""
 _ATTENTION = {
     (torch.float32, torch.float32): "fp32_fp32",
     (torch.float32, torch.int8): "fp32_int8",

@@ -16,7 +16,7 @@ class LinearWeight(ctypes.Structure):
 
 
 class AttentionItems(ctypes.Structure):
-    """In ``attention.cpp``: indices of one step, int64."""
+    """In ``parts.h``: indices of one step, int64."""
 
     _fields_ = (
         ("num_items", c_int64),
@@ -26,7 +26,7 @@ class AttentionItems(ctypes.Structure):
 
 
 class AttentionLayer(ctypes.Structure):
-    """In ``attention.cpp``: one layer."""
+    """In ``parts.h``: one layer."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k", "v", "out", "k_scales", "v_scales")),
@@ -36,7 +36,7 @@ class AttentionLayer(ctypes.Structure):
 
 
 class QKVStep(ctypes.Structure):
-    """In ``qkv.cpp``: the tokens of one step."""
+    """In ``parts.h``: the tokens of one step."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("positions", "slots", "cos", "sin")),
@@ -46,7 +46,7 @@ class QKVStep(ctypes.Structure):
 
 
 class QKVLayer(ctypes.Structure):
-    """In ``qkv.cpp``: one layer."""
+    """In ``parts.h``: one layer."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "head_norm", "factors", "q", "k", "v")),

@@ -239,7 +239,7 @@ def test_copies_of_a_step_that_is_dropped_are_told_with_the_next(
 
 @pytest.mark.parametrize("count", [3, COUNT])
 def test_copies_that_fail_ahead_of_a_fed_step_let_all_start_over(
-    lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch, count: int
+    lazy: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int
 ) -> None:
     """A11: the step in flight lands as it would have, nobody fails, and what follows is computed again; even
     if one ends with that very step, so that what was to follow is put together anew."""
@@ -259,6 +259,8 @@ def test_copies_that_fail_ahead_of_a_fed_step_let_all_start_over(
     monkeypatch.setattr(host, "run", failing)
     rids, steps = run_with_preemption(engine, [stop])
     assert failed == [steps]
+    said = [record.getMessage() for record in caplog.records if "the lane broke" in record.getMessage()]
+    assert said == ["a step or the copies ahead of it failed, and everybody starts over: the lane broke"]
     assert [engine.ids(rid) for rid in rids] == [expected.ids[1][:COUNT], expected.ids[2][:count]]
     why = [(event.reason, event.mode) for event in engine.heard.preemptions]
     assert why[0] == ("blocks", "swap")
