@@ -16,6 +16,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from engine.sizes import size as in_words
+
 PAGE = 2 << 20
 SLAB = 32 << 20  # what is asked of the system at once: weights are smaller than a page, or end within one
 LINE = 64  # of a cache, where each tensor begins
@@ -25,8 +27,10 @@ class _Slab:
     """Memory that is given out from front to back, and freed once nobody holds a part of it any more."""
 
     def __init__(self, size: int) -> None:
-        # Of its own, for shared memory has settings of its own; with room to begin where a page does.
-        memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:  # of its own, for shared memory has settings of its own; with room to begin where a page does
+            memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"no memory for weights: {in_words(size)} are needed: {error}") from error
         with contextlib.suppress(OSError):  # a kernel without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._whole: Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)

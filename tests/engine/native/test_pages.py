@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
 import weakref
@@ -86,3 +87,14 @@ def test_memory_is_freed_with_the_last_that_lies_in_it(monkeypatch: pytest.Monke
 def test_a_kernel_without_large_pages_gives_memory_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages.mmap, "MADV_HUGEPAGE", 1 << 20)  # no such advice
     assert in_large_pages(torch.ones(5)).sum() == 5
+
+
+def test_no_memory_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of weights that has no room is undone; another error of the system would end the engine."""
+
+    def none(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(pages.mmap, "mmap", none)
+    with pytest.raises(MemoryError, match=r"0\.03 GiB are needed: .*Cannot allocate memory"):
+        in_large_pages(torch.ones(5))
