@@ -52,17 +52,23 @@ def build(cache: Path | None = None, announce: Callable[[], None] = _silent) -> 
     if found is not None:
         return found
     announce()
-    with _alone(folder):
-        return _whole(folder, key) or _compile(compiler, folder, key)
+    with _alone(folder) as lock:
+        return _whole(folder, key) or _compile(compiler, folder, key, lock)
 
 
 def _compiler() -> str:
     if platform.system() != "Linux":
         raise NotBuilt(f"kernels in C++ are only built on Linux, and this is {platform.system()}")
-    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ("g++", "clang++", "c++"):
         found = shutil.which(name)
         if found is not None:
             return found
+    if wanted:
+        raise NotBuilt(
+            f"the environment variable CXX names {wanted!r}, which is no program that can be run: name a C++ "
+            f"compiler without options, or unset it"
+        )
     raise NotBuilt("there is no C++ compiler: install g++, or name one in the environment variable CXX")
 
 
@@ -115,8 +121,10 @@ def _name(key: str, content: bytes) -> str:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other process compiles meanwhile. The system lets go of the lock of one that dies."""
+def _alone(folder: Path) -> Iterator[int]:
+    """No other process compiles meanwhile. The system lets go of the lock, whose descriptor this is, once
+    this process and the compiler, which gets it too, have ended.
+    """
     import fcntl  # not everywhere, but where kernels are built
 
     try:
@@ -125,12 +133,12 @@ def _alone(folder: Path) -> Iterator[None]:
         raise NotBuilt(f"the folder {folder} for compiled kernels cannot be opened: {error}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        yield handle
     finally:
         os.close(handle)
 
 
-def _compile(compiler: str, folder: Path, key: str) -> Path:
+def _compile(compiler: str, folder: Path, key: str, lock: int) -> Path:
     """Compile while no other process does."""
     log.info("compiling kernels for this CPU with %s; this happens once", compiler)
     started = time.perf_counter()
@@ -138,7 +146,7 @@ def _compile(compiler: str, folder: Path, key: str) -> Path:
         left.unlink(missing_ok=True)
     unfinished = folder / f"{key}{UNFINISHED}"
     try:
-        _run([compiler, *FLAGS, *map(str, SOURCES), "-o", str(unfinished)])
+        _run([compiler, *FLAGS, *map(str, SOURCES), "-o", str(unfinished)], keeps=(lock,))
         library = folder / _name(key, unfinished.read_bytes())
         unfinished.replace(library)
     except OSError as error:
@@ -149,16 +157,17 @@ def _compile(compiler: str, folder: Path, key: str) -> Path:
     return library
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], keeps: tuple[int, ...] = ()) -> str:
+    """What it says. It has the descriptors ``keeps``, and ends after them where this process is killed."""
     try:
         done = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=COMPILE_TIMEOUT_S
-        )
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=COMPILE_TIMEOUT_S,
+            pass_fds=keeps,
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotBuilt(f"{command[0]} could not be run: {error}") from error
     if done.returncode:
         said = done.stderr.strip().splitlines()
-        raise NotBuilt(
-            f"{command[0]} failed ({done.returncode}): {' | '.join(said[-3:]) or 'it said nothing'}"
-        )
+        told = [line for line in said if "error:" in line][:3] or said[-3:]  # what follows only shows where
+        raise NotBuilt(f"{command[0]} failed ({done.returncode}): {' | '.join(told) or 'it said nothing'}")
     return done.stdout

@@ -71,13 +71,12 @@ def test_the_library_of_another_cpu_is_not_used(
     assert here.exists()
 
 
-def test_a_process_that_was_killed_while_it_compiled_leaves_nothing_that_is_used(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def killed_while_it_compiles(tmp_path: Path, source: Path, then: str = "") -> Path:
+    """The cache folder of a process that its compiler kills; what that does ``then``."""
     compiler = tmp_path / "c++"
     compiler.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\n'
-        'for last in "$@"; do :; done\nprintf half > "$last"\nkill -9 $PPID\n'
+        f'for last in "$@"; do :; done\nprintf half > "$last"\nkill -9 $PPID\n{then}\n'
     )
     compiler.chmod(0o700)
     cache = tmp_path / "kernels"
@@ -88,13 +87,29 @@ def test_a_process_that_was_killed_while_it_compiled_leaves_nothing_that_is_used
         f"b.SOURCES, b.HEADERS = (Path({str(source)!r}),), (); b.build(Path({str(cache)!r}))"
     )
     killed = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, "CXX": str(compiler)}, capture_output=True
+        [sys.executable, "-c", script], env={**os.environ, "CXX": str(compiler)}, stderr=subprocess.DEVNULL
     )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert killed.returncode == -signal.SIGKILL
     assert len(list(cache.iterdir())) == 1
+    return cache
+
+
+def test_a_process_that_was_killed_while_it_compiled_leaves_nothing_that_is_used(
+    tmp_path: Path, source: Path
+) -> None:
+    cache = killed_while_it_compiles(tmp_path, source)
     found = build(cache)
     assert int(ctypes.CDLL(str(found)).panel_width()) == 1
     assert list(cache.iterdir()) == [found]
+
+
+def test_a_compiler_that_outlives_its_process_is_waited_for(tmp_path: Path, source: Path) -> None:
+    """Or it would still write to the file that the next one compiles to."""
+    ended = tmp_path / "ended"
+    cache = killed_while_it_compiles(tmp_path, source, f"sleep 2; : > {ended}")
+    assert not ended.exists()
+    assert int(ctypes.CDLL(str(build(cache))).panel_width()) == 1
+    assert ended.exists()
 
 
 def test_of_several_at_once_one_compiles(
@@ -134,6 +149,30 @@ def test_without_a_compiler_it_says_what_to_install(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(NotBuilt, match=r"install g\+\+"):
+        build(tmp_path / "kernels")
+
+
+def test_a_compiler_of_the_user_that_cannot_be_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for wanted in ("nosuch", "g++ -O1"):
+        monkeypatch.setenv("CXX", wanted)
+        with pytest.raises(NotBuilt, match=re.escape(f"CXX names {wanted!r}")):
+            build(tmp_path / "kernels")
+
+
+def test_of_what_a_compiler_says_the_error_is_told(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\n'
+        'printf "small.cpp:1: fatal error: error writing to x: No space left on device\\n'
+        '  307 | }\\n      | ^\\ncompilation terminated.\\n" >&2\nexit 1\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(NotBuilt, match=r"failed \(1\): small.cpp:1: fatal error: .*No space left on device$"):
         build(tmp_path / "kernels")
 
 
