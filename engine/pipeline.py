@@ -136,13 +136,15 @@ class Pipeline:
         plan = self._scheduler.plan(clock.begin)
         self._answers.note_plan(plan)
         plan.drop([row for row in plan.scheduled if row.request.rid in without])
-        clock.planned = self._clock_ns()
         if self._flight is None:
+            clock.planned = self._clock_ns()
             clock.draft = self._speculator.draft(plan, self._scheduler, self._clock_ns)
+            drafted = self._clock_ns()
         else:
             self._speculator.pass_over(plan)
+            clock.planned = drafted = self._clock_ns()
         step = Step(plan, clock)
-        self._prepare(step)
+        self._prepare(step, drafted)
         return step
 
     def settle(self, step: Step, landing: Landing) -> Step | None:
@@ -161,7 +163,7 @@ class Pipeline:
                 step.entries = [i for i, row in enumerate(plan.scheduled) if row.request.is_running]
             plan.drop(ended)
             if step.flight is None:
-                self._prepare(step)
+                self._prepare(step, self._clock_ns())
         if landing == "clean" and plan.scheduled:
             return step
         self.forgo(step)
@@ -290,8 +292,7 @@ class Pipeline:
         """End the computing thread."""
         self._worker.stop()
 
-    def _prepare(self, step: Step) -> None:
-        begin = self._clock_ns()
+    def _prepare(self, step: Step, begin_ns: int) -> None:
         step.prepared, step.error = None, None
         if step.plan.scheduled:
             try:
@@ -299,7 +300,7 @@ class Pipeline:
             except STEP_ERRORS as error:
                 step.error = error
         step.clock.staged = self._clock_ns()
-        step.clock.prepare += step.clock.staged - begin
+        step.clock.prepare += step.clock.staged - begin_ns
 
     def _wait(self, step: Step) -> Outcome:
         """What the step in flight came to, once it has ended, be it on the device or on the other thread."""
