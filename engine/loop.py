@@ -187,7 +187,7 @@ class EngineCore:
 
     @property
     def last_step_ns(self) -> int:
-        """When the last step, or look at an empty queue, ended: its age shows a loop that hangs."""
+        """When the step that runs began, or the last thing done ended: its age shows a loop that hangs."""
         return self.pulse.beat_ns
 
     def new_rid(self) -> int:
@@ -321,6 +321,7 @@ class EngineCore:
 
     def _do_step(self) -> bool:
         pipeline = self.pipeline
+        self.pulse.beat_ns = self.clock_ns()  # what the loop slept before is no part of the step
         took = self._take_inbox(self.clock_ns())
         flew = pipeline.in_flight
         step = None

@@ -36,7 +36,7 @@ class Pulse:
         self.done_bytes = 0
         self.total_bytes = 0
         self.since_ns = now
-        self.beat_ns = now  # when the loop last went round
+        self.beat_ns = now  # when the loop last began or ended something: a round, or a change
         self._stall_after_s = config.stall_after_s
         self._view_every_ns = int(config.block_view_interval_s * 1e9)
         self._rows_every_ns = int(config.progress_interval_s * 1e9)
@@ -52,7 +52,9 @@ class Pulse:
 
     def set_phase(self, phase: Phase, reason: str = "") -> None:
         """Enter a phase and tell of it."""
-        self.phase, self.reason, self.since_ns = phase, reason, self._clock()
+        # First, so that nobody takes the pause of a change that is over for the age of the step after it.
+        self.beat_ns = self._clock()
+        self.phase, self.reason, self.since_ns = phase, reason, self.beat_ns
         self.stage, self.done_bytes, self.total_bytes = "", 0, 0
         self._answers.events.append(self._state())
 

@@ -442,7 +442,8 @@ class EngineState(_Struct, tag="state", frozen=True, kw_only=True):
 
 
 class Heartbeat(_Struct, tag="hb", frozen=True, kw_only=True):
-    """Four a second from the I/O thread. ``last_step_age_us`` shows a stalled loop behind a live socket.
+    """Four a second from the I/O thread. ``last_step_age_us`` shows a stalled loop behind a live socket:
+    the time since the running step began, or since the loop last ended a step or a change.
 
     ``seq`` is the last number published under each other topic: without it, the loss of a topic's newest
     message would show only when another one follows.

@@ -15,13 +15,15 @@ from app.net.connection import Connection
 from app.net.supervisor import EngineProcess, ExitCause
 from app.net.types import LOADING, LaunchSpec, LinkState, LinkStatus
 from ipc import messages as m
-from ipc.liveness import Liveness, assess
+from ipc.liveness import SILENT_BUSY_AFTER_S, STALLED_STEPS, Liveness, assess
 
 GOOD_AFTER_S = 10.0
 _NO_ANSWER_S = 2.0  # before "connecting" explains itself
 _ASK_AFTER_S = 8.0  # before it asks whether the address is the right one
 _LOST_S = 1.0  # an attached engine whose connection stays broken is taken for dead
 _SLOW_STEP_ROWS = 200
+# Until one is known: a CPU's first prefill takes seconds, so it gets the patience that loading gets.
+_UNKNOWN_STEP_S = SILENT_BUSY_AFTER_S / STALLED_STEPS
 
 _LIVENESS_STATE = {
     Liveness.OK: LinkState.READY,
@@ -49,7 +51,7 @@ class Judge:
         self._changed_s: float | None = None
         self._rev: int | None = None
         self._rev_step = 0
-        self._slow_s, self._slow_at_s = 0.0, -1.0
+        self._slow_s, self._slow_at_s = _UNKNOWN_STEP_S, -1.0
 
     def begin(self, now_s: float, *, managed: bool) -> None:
         """A new attempt: whatever ended before is history."""
@@ -215,10 +217,13 @@ class Judge:
         return LinkState.READY, note
 
     def _slow_step_s(self, now_s: float, connection: Connection) -> float:
-        """The 99th percentile of the newest steps' durations, at most a second old; 0 before any step."""
+        """The 99th percentile of the newest steps' durations, at most a second old.
+
+        `_UNKNOWN_STEP_S` before any step is known.
+        """
         if now_s - self._slow_at_s > 1.0:
             self._slow_at_s = now_s
             newest = itertools.islice(reversed(connection.mirror.steps.values()), _SLOW_STEP_ROWS)
             sample = [row.dur_us for row in newest]
-            self._slow_s = float(np.percentile(sample, 99)) * 1e-6 if sample else 0.0
+            self._slow_s = float(np.percentile(sample, 99)) * 1e-6 if sample else _UNKNOWN_STEP_S
         return self._slow_s

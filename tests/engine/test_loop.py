@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine import reconfigure
 from engine.block_pool import LedgerError
 from engine.bringup import explain
 from engine.config import ConfigError, EngineConfig
@@ -677,6 +678,36 @@ def test_a_stall_is_told_and_its_end_too(model: LoadedModel) -> None:
     engine.run()
     assert engine.heard.states[-1].phase == "ready"
     assert engine.heard.done[rid].finish == "length"
+
+
+def test_neither_a_change_nor_a_rest_ages_the_step_after_it(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F09: a change that takes ten seconds, or a second asleep, is no part of how long the next step runs."""
+    now, ages = [1_000_000_000], []
+    engine = Engine(model, clock_ns=lambda: now[0])
+    core = engine.core
+    carry_out, launch = reconfigure.carry_out, core.pipeline.launch
+
+    def slow_change(*args: Any) -> None:
+        now[0] += 10_000_000_000
+        carry_out(*args)
+
+    def slow_step(*args: Any) -> None:
+        now[0] += 300_000_000
+        ages.append((core.phase, now[0] - core.last_step_ns))
+        launch(*args)
+
+    monkeypatch.setattr(reconfigure, "carry_out", slow_change)
+    monkeypatch.setattr(core.pipeline, "launch", slow_step)
+    engine.set(block_size=32)
+    engine.submit(prompt(1, 20), GREEDY)
+    core.step()
+    assert [state.phase for state in engine.heard.states][:2] == ["applying", "ready"]
+    now[0] += 900_000_000
+    core.step()
+    assert ages[:1] == [("ready", 300_000_000)]
+    assert all(age == 300_000_000 for _, age in ages)
 
 
 def test_idle_at_start_between_and_at_the_end(model: LoadedModel) -> None:
