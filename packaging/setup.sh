@@ -3,6 +3,8 @@
 # What was installed is recorded in .venv/.decodeck-N: a hash of the N requirement files, the folder and the
 # interpreter. While that fits, a start runs no pip. An install that was cut off leaves .venv/.decodeck-busy
 # behind, and the next start makes the environment anew (pip's own cache keeps what was downloaded).
+# An environment that is another checkout's is never installed into: `pip --editable` would turn that one's
+# commands and imports to this folder.
 # shellcheck shell=bash
 
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -157,6 +159,27 @@ installed() { # REQUIREMENT_FILE...
     [[ -f "$stamp" && ! -e "$VENV/.decodeck-busy" && "$(wanted "$@")" == "$(<"$stamp")" ]]
 }
 
+# Ends where an install would go into an environment that this checkout does not have for itself alone.
+refuse_shared() {
+    local stamp owner=""
+    for stamp in "$VENV"/.decodeck-[0-9]*; do
+        [[ -f "$stamp" ]] || continue
+        IFS= read -r owner <"$stamp" || true
+        break
+    done
+    [[ "$owner" != "$ROOT" ]] || return 0
+    if [[ -L "$VENV" && "$(readlink -f -- "$VENV")" != "$ROOT"/* ]]; then
+        fail "$VENV is a link to $(readlink -- "$VENV"), which was not set up for this folder${owner:+ but for $owner},
+    and installing from here would make that environment run this checkout. Remove the link, then start again:
+    rm '$VENV'"
+    fi
+    # A folder that was moved or copied here with its environment has that for itself.
+    if [[ -n "$owner" && "$owner/.venv" -ef "$VENV" ]]; then
+        fail "$VENV was set up for $owner, whose .venv is the same folder, and installing from here would make it run
+    this checkout. Remove the link there, and that checkout makes its own at its next start: rm '$owner/.venv'"
+    fi
+}
+
 # setup REQUIREMENT_FILE...: after it, $PYTHON runs Decodeck with these packages.
 setup() {
     local n
@@ -168,6 +191,7 @@ setup() {
         flock -n 9 || { say "waiting for another start that is installing"; flock 9; }
     fi
     if ! installed "$@"; then
+        refuse_shared
         if [[ -e "$VENV/.decodeck-busy" ]]; then
             say "the last install was cut off; making the environment anew"
             make_venv

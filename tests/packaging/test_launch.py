@@ -129,6 +129,58 @@ def test_a_start_installs_only_when_something_changed(tree: Path) -> None:
     assert _function(tree, f"installed {run}").returncode == 1, "a requirement was added"
 
 
+def _owned(folder: Path, owner: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / ".decodeck-1").write_text(f"{owner}\n/usr/bin/python3\nhash\n")
+
+
+@pytest.mark.parametrize("stamped", [True, False])
+def test_an_environment_of_another_checkout_is_not_installed_into(
+    tree: Path, tmp_path: Path, stamped: bool
+) -> None:
+    theirs = tmp_path / "other checkout"
+    if stamped:
+        _owned(theirs / ".venv", theirs)
+    else:
+        (theirs / ".venv").mkdir(parents=True)
+    before = sorted(theirs.rglob("*"))
+    (tree / ".venv").symlink_to(theirs / ".venv")
+    done = _bash("packaging/launch.sh", "--setup", cwd=tree)
+    assert done.returncode == 1
+    assert f"is a link to {theirs / '.venv'}, which was not set up for this folder" in done.stderr
+    assert (f"but for {theirs}" in done.stderr) == stamped
+    assert f"rm '{tree / '.venv'}'" in done.stderr
+    assert sorted(theirs.rglob("*")) == before
+    assert (tree / ".venv").is_symlink()
+
+
+def test_a_checkout_whose_environment_another_one_took_over_says_so(tree: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "other checkout"
+    theirs.mkdir()
+    _owned(tree / ".venv", theirs)
+    (theirs / ".venv").symlink_to(tree / ".venv")
+    done = _bash("packaging/launch.sh", "--setup", cwd=tree)
+    assert done.returncode == 1
+    assert f"was set up for {theirs}, whose .venv is the same folder" in done.stderr
+    assert f"rm '{theirs / '.venv'}'" in done.stderr
+
+
+@pytest.mark.parametrize("where", ["here", "on another disk", "copied", "new"])
+def test_an_environment_of_this_checkout_alone_is_installed_into(
+    tree: Path, tmp_path: Path, where: str
+) -> None:
+    if where == "copied":  # with its environment, from a checkout that is still there
+        _owned(tmp_path / "origin" / ".venv", tmp_path / "origin")
+        _owned(tree / ".venv", tmp_path / "origin")
+    elif where == "on another disk":
+        _owned(tmp_path / "disk", tree)
+        (tree / ".venv").symlink_to(tmp_path / "disk")
+    elif where == "here":
+        _owned(tree / ".venv", tree)
+    done = _function(tree, "refuse_shared; echo goes on")
+    assert (done.stdout, done.stderr) == ("goes on\n", "")
+
+
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump to read what Qt links to")
 def test_every_system_library_of_qt_has_its_package() -> None:
     qt = Path(PySide6.__file__).parent
