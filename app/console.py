@@ -210,7 +210,11 @@ class Console(QObject):
 
             def ended() -> str:
                 text = tr("The load has ended: {done} requests done, {failed} failed.")
-                return text.format(done=progress.done, failed=progress.failed)
+                parts = [text.format(done=progress.done, failed=progress.failed)]
+                if progress.common_error:
+                    why = tr_engine(progress.common_error)
+                    parts.append(tr("Most frequent failure: {why}").format(why=why))
+                return " ".join(parts)
 
             def doubtful() -> str:
                 text = tr("This load run is doubtful: {why}")
@@ -219,7 +223,7 @@ class Console(QObject):
             if progress.phase == "failed":
                 self.tell("error", lambda: tr("The load failed: {why}").format(why=tr_engine(failed)))
             elif progress.valid:
-                self.tell("info", ended)
+                self.tell("warning" if progress.failed else "info", ended)
             else:
                 self.journal.note("info", ended)
                 self.tell("warning", doubtful)

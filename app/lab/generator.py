@@ -23,6 +23,10 @@ from ipc.client import Client
 LAG_LIMIT_S, LAG_LIMIT_OF_TTFT = 0.005, 0.02
 _MIN_LAG_SAMPLES = 20
 _LONGEST_WAIT_S = 0.05
+# Refused for what the request is: the next one of the same kind will be too.
+_FOR_GOOD = ("invalid", "too_long", "too_large", "unsupported")
+GIVE_UP_AFTER = 32  # such refusals with the same code and no request accepted between them
+_BACK_OFF_S = 0.1  # of a closed loop after a refusal: what is refused leaves its place at once
 _REFUSALS = ("invalid", "too_long", "too_large", "not_ready", "busy", "rate_limited", "unsupported")
 
 
@@ -50,6 +54,7 @@ class Generator:
         self.failed = self.done = self.sent = 0
         self.rows: list[LoadRow] = []
         self.invalid: list[str] = []
+        self.gave_up = ""  # why nothing more was sent, if all was being refused
         self._client = client
         self._order = order
         self._chat = has_chat_template
@@ -60,6 +65,9 @@ class Generator:
         self._lags: list[float] = []
         self._ttfts: list[float] = []
         self._draining = False
+        self._refused_in_a_row = 0
+        self._refused_code = ""
+        self._hold_until_ns = 0
         self.t0_ns = time.monotonic_ns()
 
     # --- state -----------------------------------------------------------------------------------
@@ -115,7 +123,7 @@ class Generator:
                 if self._closed_loop_over(now_ns):
                     self._next = None
                     return
-                if self.in_flight >= self.spec.concurrency:
+                if self.in_flight >= self.spec.concurrency or now_ns < self._hold_until_ns:
                     return
                 intended_ns = now_ns
             else:
@@ -169,6 +177,7 @@ class Generator:
             case m.Accepted():
                 accepted = self._by_id.pop(reply.id, None)
                 if accepted is not None:
+                    self._refused_in_a_row = 0
                     accepted.rid = reply.rid
                     self._by_rid[reply.rid] = accepted
             case m.Done():
@@ -180,6 +189,24 @@ class Generator:
                 if refused is not None:
                     kind: ErrorClass = "refused" if reply.code in _REFUSALS else "engine"
                     self._end_failed(refused, now_ns, kind, f"{reply.code}: {reply.message}")
+                    self._heed_refusal(reply, now_ns)
+
+    def _heed_refusal(self, reply: m.Error, now_ns: int) -> None:
+        """Slow a closed loop down, and send nothing more where every request is refused for what it is."""
+        wait_s = max(_BACK_OFF_S, (reply.retry_after_ms or 0) * 1e-3)
+        self._hold_until_ns = max(self._hold_until_ns, now_ns + round(wait_s * 1e9))
+        if reply.code not in _FOR_GOOD:
+            return
+        if reply.code != self._refused_code:
+            self._refused_in_a_row, self._refused_code = 0, reply.code
+        self._refused_in_a_row += 1
+        if self._refused_in_a_row >= GIVE_UP_AFTER and not self.gave_up:
+            self.gave_up = (
+                f"{self._refused_in_a_row} requests in a row were refused, so the load was stopped; choose "
+                f"another prompt mix or another model: {reply.code}: {reply.message}"
+            )
+            self._invalidate(self.gave_up)
+            self.stop(cancel=False)
 
     def _flight(self, rid: int) -> _Flight | None:
         return self._by_rid.get(rid)

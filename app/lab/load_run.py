@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -38,6 +38,7 @@ class LoadProgress:
     done: int = 0
     failed: int = 0
     last_error: str = ""  # of the request that failed last
+    common_error: str = ""  # the newest of the most frequent kind
     in_flight: int = 0
     target_rps: float | None = None
     achieved_rps: float | None = None
@@ -45,6 +46,11 @@ class LoadProgress:
     valid: bool = True
     invalid_reasons: tuple[str, ...] = field(default=())
     workload_sha256: str = ""
+
+
+def error_kind(error: str) -> str:
+    """What errors of one kind have in common, as their figures differ: the code in front of the colon."""
+    return error.partition(":")[0]
 
 
 class LoadRun:
@@ -59,6 +65,8 @@ class LoadRun:
         self._progress = LoadProgress()
         self._spec: WorkloadSpec | None = None
         self._errors: deque[str] = deque(maxlen=20)
+        self._kinds: Counter[str] = Counter()  # of requests that failed
+        self._newest: dict[str, str] = {}  # text by kind
         self._expected_s: float | None = None  # since when a report is due, once it was told to stop
         self._ended_why = ""
 
@@ -77,6 +85,8 @@ class LoadRun:
         self.session, self._rows, self._spec = "", [], spec
         self._reports.clear()
         self._errors.clear()
+        self._kinds.clear()
+        self._newest.clear()
         self._expected_s, self._ended_why = None, ""
         target = spec.rate_rps if spec.arrival != "concurrency" else None
         self._progress = LoadProgress(phase="starting", target_rps=target)
@@ -167,6 +177,12 @@ class LoadRun:
         self.session = report.session or self.session
         old = self._progress
         reasons = tuple(report.invalid_reasons)
+        for row in report.rows:
+            if row.error and row.error_class != "cancelled":
+                kind = error_kind(row.error)
+                self._kinds[kind] += 1
+                self._newest[kind] = row.error
+        common = self._kinds.most_common(1)
         if report.phase == "failed" and not report.sent:
             reasons = (report.message,)
         self._progress = LoadProgress(
@@ -180,6 +196,7 @@ class LoadRun:
                 (r.error for r in reversed(report.rows) if r.error and r.error_class != "cancelled"),
                 old.last_error,
             ),
+            common_error=self._newest[common[0][0]] if common else "",
             in_flight=report.in_flight,
             target_rps=old.target_rps,
             achieved_rps=report.achieved_rps,

@@ -121,6 +121,9 @@ def _drive(generator: Generator, control: queue.Queue[Control | None], out: Bina
         _emit(out, generator.report("failed", str(error)))
         return False
     generator.judge()
+    if generator.gave_up:
+        _emit(out, generator.report("failed", generator.gave_up))
+        return False
     _emit(out, generator.report("done"))
     return True
 

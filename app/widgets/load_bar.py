@@ -8,7 +8,7 @@ from PySide6.QtCore import QSignalBlocker, Qt, Signal, Slot
 from PySide6.QtWidgets import QComboBox, QFrame
 
 from app.i18n import N_, tr, tr_engine, tr_later
-from app.lab.load_run import LoadProgress
+from app.lab.load_run import LoadProgress, error_kind
 from app.lab.workload import WorkloadSpec
 from app.load_names import ARRIVALS, MIXES
 from app.units import clock, rate, span
@@ -183,7 +183,10 @@ def describe(progress: LoadProgress, ready: bool) -> str:
         parts.append(tr("{n} failed").format(n=progress.failed))
     if progress.achieved_rps is not None:
         parts.append(str(rate(progress.achieved_rps, "req/s")))
-    if progress.last_error:
+    common = progress.common_error
+    if common and error_kind(common) != error_kind(progress.last_error):
+        parts.append(tr("most frequent failure: {why}").format(why=tr_engine(common)))
+    elif progress.last_error:
         parts.append(tr("last failure: {why}").format(why=tr_engine(progress.last_error)))
     if not progress.valid:
         parts.append(tr("doubtful: {why}").format(why="; ".join(map(tr_engine, progress.invalid_reasons))))

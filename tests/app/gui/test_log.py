@@ -133,13 +133,21 @@ def test_lines_stand_in_the_order_of_their_time_whenever_they_came(
     assert texts[-1] == "at 30000"
 
 
-@pytest.mark.parametrize(("progress", "text"), [
-    (LoadProgress(phase="done", done=7, failed=1), "The load has ended: 7 requests done, 1 failed."),
-    (LoadProgress(phase="failed", valid=False, message="no engine"), "The load failed: no engine"),
+@pytest.mark.parametrize(("progress", "level", "text"), [
+    (LoadProgress(phase="done", done=7), "info", "The load has ended: 7 requests done, 0 failed."),
+    (LoadProgress(phase="done", done=7, failed=1), "warning",
+     "The load has ended: 7 requests done, 1 failed."),
+    (LoadProgress(phase="done", failed=2, common_error="too_long: 600"), "warning",
+     "The load has ended: 0 requests done, 2 failed. Most frequent failure: too_long: 600"),
+    (LoadProgress(phase="failed", valid=False, message="no engine"), "error", "The load failed: no engine"),
 ])  # fmt: skip
 def test_a_load_is_logged_from_start_to_end(
-    window: MainWindow, link: FeedLink, monkeypatch: pytest.MonkeyPatch, progress: LoadProgress, text: str
-) -> None:
+    window: MainWindow, link: FeedLink, monkeypatch: pytest.MonkeyPatch, progress: LoadProgress, level: str,
+    text: str,
+) -> None:  # fmt: skip
+    """A load with requests that failed ends with a warning that says why, never with good news."""
+    told_as: list[str] = []
+    window.console.noticed.connect(lambda notice: told_as.append(notice.level))
     run = window.console.load_run
     running = [False]
     monkeypatch.setattr(run, "start", lambda *_: running.__setitem__(0, True))
@@ -159,6 +167,7 @@ def test_a_load_is_logged_from_start_to_end(
         "The load was told to send nothing more.",
         text,
     ]
+    assert told_as == [level]
 
 
 def test_attached_engines_come_go_and_hang_in_the_log(window: MainWindow, link: FeedLink) -> None:

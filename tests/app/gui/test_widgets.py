@@ -229,6 +229,9 @@ def test_the_load_bar_says_how_it_goes_and_what_is_wrong(qtbot: QtBot) -> None:
     )
     bar.show_progress(replace(running, last_error="too_long: 600 tokens"), True, True)
     assert bar.progress.full_text.endswith("last failure: too_long: 600 tokens")
+    both = replace(running, last_error="rate_limited: slower", common_error="too_long: 600 tokens")
+    bar.show_progress(both, True, True)
+    assert bar.progress.full_text.endswith("most frequent failure: too_long: 600 tokens")
     bar.show_progress(LoadProgress("done", valid=False, invalid_reasons=("it lagged",)), False, True)
     assert "it lagged" in bar.progress.full_text
     assert bar.progress.property("role") == "warning"

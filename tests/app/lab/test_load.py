@@ -20,6 +20,7 @@ from app.lab.generator import Generator
 from app.lab.load_run import LoadError, LoadRun
 from app.lab.loadgen import run
 from app.lab.orders import Control, Order, Report
+from app.lab.stats import LoadRow
 from app.lab.workload import WorkloadError, WorkloadSpec, schedule, workload_sha256
 from app.store.collect import from_load
 from app.store.errors import StoreError
@@ -215,6 +216,38 @@ def test_refused_requests_are_their_own_class_and_no_latency(live: Console, load
     assert stats.metrics["ttft_s"].n == 0
     assert stats.error_share == 1.0
     assert "too_long" in load.rows()[0].error
+
+
+def test_a_load_that_is_refused_again_and_again_is_slowed_down_and_stopped(
+    live: Console, load: LoadRun
+) -> None:
+    """C11: where no prompt fits the model a closed loop does not run wild, and it says why it was stopped."""
+    spec = WorkloadSpec(
+        arrival="concurrency", concurrency=4, duration_s=60.0, mix={"long_context": 1.0},
+        long_tok=(3000, 3000), output_tok=(2, 2),
+    )  # fmt: skip
+    load.start(spec, live.session.link.endpoint)
+    until_ended(load, live)
+    progress = load.poll()
+    assert progress.phase == "failed"
+    assert not progress.valid
+    assert generator_module.GIVE_UP_AFTER <= progress.sent <= generator_module.GIVE_UP_AFTER + 4
+    assert progress.failed == progress.sent
+    assert "32 requests in a row were refused" in progress.message
+    assert "too_long: the prompt has" in progress.message
+    # Eight rounds of four, and a rest after each.
+    assert progress.elapsed_s >= 0.7
+
+
+def test_the_most_frequent_failure_is_told_beside_the_last(load: LoadRun) -> None:
+    errors = ["too_long: 600 tokens", "too_long: 700 tokens", "rate_limited: too many"]
+    rows = [
+        LoadRow(index=i, kind="chat", tag="", intended_ns=i, error_class="refused", error=error)
+        for i, error in enumerate(errors)
+    ]
+    load._take(Report(phase="running", sent=3, failed=3, rows=rows))
+    assert load._progress.last_error == "rate_limited: too many"
+    assert load._progress.common_error == "too_long: 700 tokens"
 
 
 def test_a_generator_that_is_killed_is_told_and_the_run_invalid(live: Console, load: LoadRun) -> None:
