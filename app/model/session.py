@@ -35,6 +35,7 @@ from app.model.figures import (
 from app.model.holes import Holes
 from app.model.machine import OtherWork
 from app.model.memory import KernelBook, MemoryBook, WhatRan, memory_stats
+from app.model.outages import Outages
 from app.model.pauses import longest_wait
 from app.model.requests import Key, RequestBook, RequestView
 from app.model.seats import Bars, SeatBook
@@ -121,6 +122,7 @@ class SessionModel:
         self._steps_before = 0  # steps of the engines before the present one
         self._last_end_s = 0.0
         self._holes = Holes()
+        self._outages = Outages()
         self._session_starts: deque[float] = deque(maxlen=100)
         self._begun_s: float | None = None
         self._kpis: tuple[float, Kpis] | None = None  # of which window; none since the last batch
@@ -134,6 +136,11 @@ class SessionModel:
     def latency_window_s(self) -> float:
         """The trailing window of the percentiles in the timeline."""
         return self._timeline.latency_window_s
+
+    @property
+    def outage(self) -> Gap | None:
+        """Since when there is no engine that could be measured; None while there is one, or was none yet."""
+        return self._outages.present(self.now_s)
 
     # --- taking in -------------------------------------------------------------------------------
 
@@ -177,6 +184,8 @@ class SessionModel:
             while len(self._configs) > _KEPT_CONFIGS:
                 del self._configs[next(iter(self._configs))]
         self.gaps.extend(self._holes.close(self.now_s))
+        if (outage := self._outages.take(batch.link, batch.now_s, batch.new_session)) is not None:
+            self.gaps.append(outage)
         idle = None if self._stepped else self._pool()
         now = Now(self.now_s, self._book, self.state, self.heartbeat, self.link.state, self._stepped, idle)
         self._timeline.draw(now)
@@ -192,8 +201,6 @@ class SessionModel:
         self._configs.clear()
         self.cards.clear()
         self.blocks = self.state = self.cfg = None
-        if self._session_starts:
-            self.gaps.append(Gap(self._last_end_s, now_s, "another engine process began"))
         self._session_starts.append(now_s)
 
     def _take_event(self, event: ApplyEvent, offset_ns: int) -> None:

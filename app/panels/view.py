@@ -70,9 +70,10 @@ class ChartView(QObject):
         return self._labels[marker.label]
 
     def gaps(self) -> list[tuple[float, float]]:
-        """Stretches without telemetry, relative to the right edge."""
-        now = self.now_s
-        return [(g.t0_s - now, g.t1_s - now) for g in self.console.session.gaps if g.t0_s <= now]
+        """Stretches without telemetry, relative to the right edge; an outage that goes on is the last."""
+        now, session = self.now_s, self.console.session
+        gaps = [*session.gaps] if session.outage is None else [*session.gaps, session.outage]
+        return [(g.t0_s - now, g.t1_s - now) for g in gaps if g.t0_s <= now]
 
 
 class Follower:

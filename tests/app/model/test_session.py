@@ -189,6 +189,25 @@ def test_an_engine_restart_inside_the_window_is_marked_and_nothing_goes_negative
     assert (tok[~np.isnan(tok)] >= 0).all()
 
 
+def test_an_outage_lasts_from_the_end_of_an_engine_until_the_next_is_ready() -> None:
+    """F09: idle time before the end is known, and a new process that loads its model measures nothing yet."""
+    session = session_with(2.0)
+    assert session.outage is None
+    session.ingest(batch(110.0))  # alive and idle for eight seconds
+    session.ingest(batch(110.1, link=LinkStatus(state=LinkState.DEAD, since_s=110.05)))
+    session.ingest(batch(112.0, link=LinkStatus(state=LinkState.STARTING, since_s=112.0)))
+    loading = LinkStatus(state=LinkState.LOADING, session="s2", since_s=114.0)
+    session.ingest(batch(114.0, link=loading, new_session=True, state=state(phase="loading"), cfg=cfg()))
+    assert not session.gaps
+    going = session.outage
+    assert going is not None
+    assert (going.t0_s, going.t1_s) == (110.05, 114.0)
+    ready = LinkStatus(state=LinkState.READY, session="s2", since_s=129.95)
+    session.ingest(batch(130.0, link=ready, state=state()))
+    assert [(gap.t0_s, gap.t1_s) for gap in session.gaps] == [(110.05, 129.95)]
+    assert session.outage is None
+
+
 def test_lost_step_rows_become_a_gap_unless_a_snapshot_brings_them() -> None:
     session = session_with(1.0)
     session.ingest(batch(102.0, steps=[step_row(15, 101.5)]))  # 11 to 14 are missing
