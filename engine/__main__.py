@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.list_knobs:
         try:
-            return _list_knobs(as_json=options.json)
+            return _list_knobs(options)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads any more
             return ExitCode.OK
@@ -84,9 +84,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return ExitCode.OK
 
 
-def _list_knobs(*, as_json: bool) -> int:
-    knobs = list_knobs()
-    if as_json:
+def _list_knobs(options: argparse.Namespace) -> int:
+    """What an engine that starts here with these options would offer, for a model of a usual shape."""
+    context = None
+    try:
+        from engine import availability
+        from engine.hardware import DeviceError
+    except ImportError as error:
+        print(
+            f"decodeck-engine: the device cannot be asked ({error}): as declared for a CPU", file=sys.stderr
+        )
+    else:
+        draft = "" if options.draft_model is None else str(options.draft_model)
+        try:
+            context = availability.without_model(options.device, draft)
+        except DeviceError as error:
+            print(f"decodeck-engine: {error}", file=sys.stderr)
+            return ExitCode.DEVICE
+    knobs = list_knobs(context)
+    if options.json:
         full = [{name: getattr(knob, name) for name in knob.__struct_fields__} for knob in knobs]
         print(json.dumps(full, indent=1, ensure_ascii=False))
         return ExitCode.OK

@@ -12,13 +12,10 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from engine import out_of_memory
-from engine.attention.base import pool_limits
-from engine.availability import available, preferred
+from engine import availability, out_of_memory
 from engine.compiling import compile_kernels
 from engine.config import ConfigError, EngineConfig
 from engine.hardware import DeviceError, choose_device, describe
-from engine.knob import KnobContext
 from engine.knob_store import KnobStore, PatchRefused
 from engine.lifetime import ExitCode
 from engine.loop import EngineCore, Event
@@ -71,15 +68,12 @@ def bring_up(
     info = describe(device, dtype=dtype)
     if info.uuid:
         follow_gpu(info.uuid)
-    backends, reasons = available(loaded.spec, device, dtype)
-    context = KnobContext(
-        device=info.kind,
-        attention=backends,
+    context = availability.context(
+        loaded.spec,
+        device,
+        dtype,
         quantization=loaded.info.quantization,
         draft_model="" if config.draft_model is None else str(config.draft_model),
-        reasons=reasons,
-        pools=pool_limits(device),
-        preferred=preferred(device, reasons),
     )
     knobs = KnobStore(context, config.knobs)
     progress("allocating the KV pool", 0, 0)

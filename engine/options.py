@@ -72,7 +72,8 @@ def parser() -> argparse.ArgumentParser:
     )
     cli.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
                      help="debug: with the traceback of a model that cannot be loaded")  # fmt: skip
-    cli.add_argument("--list-knobs", action="store_true", help="print every optimization and exit")
+    cli.add_argument("--list-knobs", action="store_true",
+                     help="print every optimization as it is on --device, and exit")  # fmt: skip
     cli.add_argument("--json", action="store_true", help="with --list-knobs: as JSON")
     return cli
 

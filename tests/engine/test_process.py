@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from engine.__main__ import main, say_ready
+from engine.lifetime import ExitCode
 from ipc import messages as m
 from ipc.client import Client, EngineGone, EngineSilent
 from ipc.endpoints import read_connection
@@ -275,22 +276,49 @@ def test_a_bad_start_names_its_value_and_ends_at_once(
 
 
 def test_the_list_of_knobs_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list-knobs"]) == 0
+    assert main(["--list-knobs", "--device", "cpu"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines["max_num_batched_tokens"].endswith("int 1 to 1048576 tokens")
-    assert "varlen (cannot run on cpu)" in lines["attention"]
+    assert "varlen (its kernels run on an NVIDIA GPU, not on cpu)" in lines["attention"]
     assert lines["prefix_cache"].endswith("default on           on, off")
 
 
+def test_the_list_of_knobs_is_what_an_engine_offers_on_this_device(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Availability, reasons, choices and defaults, as the engine that runs tells its console."""
+    assert main(["--list-knobs", "--json", "--device", "cpu"]) == 0
+    listed = msgspec.json.decode(capsys.readouterr().out.encode(), type=list[m.KnobInfo])
+    with running(write_model(tmp_path / "m"), "--device", "cpu") as engine:
+        engine.wait_ready()
+        with engine.client() as client:
+            offered = client.config().knobs
+    told = {knob.id: (knob.available, knob.reason, knob.choice_reasons, knob.default) for knob in listed}
+    assert told == {
+        knob.id: (knob.available, knob.reason, knob.choice_reasons, knob.default) for knob in offered
+    }
+    assert not told["cuda_graphs"][0]
+    assert told["cuda_graphs"][1] == "CUDA graphs need an NVIDIA GPU, not cpu"
+
+
+def test_knobs_of_a_device_that_is_not_there_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list-knobs", "--device", "cuda:99"]) == ExitCode.DEVICE
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "device cuda:99 cannot be used" in err
+
+
 def test_knobs_are_listed_without_torch() -> None:
+    """As declared, and it says so: what can run here only torch could tell."""
     code = (
-        "import sys; from engine.__main__ import main; code = main(['--list-knobs', '--json']);"
-        "sys.exit(code or 50 * ('torch' in sys.modules))"
+        "import sys; sys.modules['torch'] = None; from engine.__main__ import main;"
+        "sys.exit(main(['--list-knobs', '--json']))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
+    assert "as declared for a CPU" in result.stderr
     knobs = msgspec.json.decode(result.stdout.encode(), type=list[m.KnobInfo])
     assert {"prefix_cache", "block_size", "attention"} <= {knob.id for knob in knobs}
     assert all(knob.available or knob.reason for knob in knobs)
