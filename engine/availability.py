@@ -15,7 +15,7 @@ from engine.models.spec import ModelSpec
 from engine.ops import choice, compiled_ops
 from ipc.messages import KnobValue
 
-# What a device can do is asked for a model; where none is loaded, for the commonest shape (that of Llama 3 8B).
+# What a device can do is asked for a model; where none is loaded, for a common shape (Llama 3 8B).
 _USUAL = ModelSpec(
     architecture="llama",
     num_layers=1,

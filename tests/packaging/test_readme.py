@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ipc.messages import KnobInfo, KnobValue
 
 ROOT = Path(__file__).resolve().parents[2]
 READMES = ("README.md", "README.zh.md")
+FIRST_STEPS = ("Shared prefix", "Start load", "Optimizations", "Prefix cache", "Save baseline")
 
 
 def _rows(text: str) -> dict[str, list[str]]:
@@ -56,6 +58,17 @@ def test_knob_table_says_what_the_registry_says(name: str) -> None:
         assert f"`{knob.id}`" in text, f"{knob.id} is nowhere in {name}"
         for choice, reason in knob.choice_reasons.items():
             assert f"`{choice}`" in text, f"{knob.id}={choice} ({reason}) is nowhere in {name}"
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_first_steps_name_what_the_window_shows(name: str) -> None:
+    """And their load is the one in which the prefix cache shows: prompts that share nothing hit nothing."""
+    steps = [line for line in (ROOT / name).read_text("utf-8").splitlines() if re.match(r"\d\. ", line)]
+    bold = re.findall(r"\*\*(.+?)\*\*", "\n".join(steps[:4]))
+    table = json.loads((ROOT / "resources/i18n/zh_CN.json").read_text("utf-8"))
+    texts = {**table["texts"], **{BY_ID[knob].title: told[0] for knob, told in table["knobs"].items()}}
+    shown = [texts[each] for each in bold] if name == "README.md" else bold
+    assert shown == [texts[each] for each in FIRST_STEPS]
 
 
 @pytest.mark.parametrize("name", [*READMES, "tests/bench/README.md"])
