@@ -452,6 +452,13 @@ def name(spec: Spec) -> str:
     return f"{spec.knob}={spec.on}" if several else spec.knob
 
 
+def listing(specs: Sequence[Spec]) -> str:
+    """A line for each entry: its name and its two values; below, why the other knobs have none."""
+    width = max(len(name(spec)) for spec in SPECS)
+    lines = [f"{name(spec):{width}}  {spec.off} -> {spec.on}" for spec in specs]
+    return "\n".join([*lines, "", *(f"no entry: {knob}: {why}" for knob, why in NOT_MEASURED.items())])
+
+
 def chosen(only: str) -> list[Spec]:
     """The entries of a comma-separated list of knobs or entry names, all of an empty one. Or ValueError."""
     if not only:

@@ -20,7 +20,7 @@ from tests.bench import knob_figures, knob_report, stages
 from tests.bench.engine_process import engine
 from tests.bench.knob_report import KnobResult, Report
 from tests.bench.knob_run import KnobRefused, Outcome, Send, Session
-from tests.bench.knob_specs import Spec, chosen
+from tests.bench.knob_specs import Spec, chosen, listing
 from tests.bench.knob_workloads import Draw, batch
 from tests.bench.paired import abba
 
@@ -131,6 +131,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.knobs", description=__doc__)
     parser.add_argument("--json", type=Path, help="where everything goes, raw")
     parser.add_argument("--only", default="", help="knobs or entries, comma separated (default: all)")
+    parser.add_argument("--list", action="store_true", help="instead: the names of the entries")
     parser.add_argument("--pairs", type=int, default=3, help="ABBA pairs (default: %(default)s)")
     parser.add_argument("--model", type=Path, help="a model folder or a GGUF file; the demo model by default")
     parser.add_argument("--dtype", default="bfloat16", help="(default: %(default)s)")
@@ -140,17 +141,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.pairs < 1:
         parser.error(f"--pairs is {args.pairs}; it must be at least 1")
-    if not args.stages and args.json is None:
-        parser.error("--json is missing: say where the figures go")
     try:
         args.specs = chosen(args.only)
     except ValueError as error:
         parser.error(f"--only: {error}")
+    if not args.stages and not args.list and args.json is None:
+        parser.error("--json is missing: say where the figures go")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    if args.list:
+        print(listing(args.specs))
+        return 0
     model = str(args.model.resolve() if args.model else demo_model.path())
     options = ["--dtype", args.dtype, "--device", args.device, "--threads", str(args.threads)]
     with engine(model, *options) as ctl, Client(ctl, silence_s=60.0) as client:

@@ -184,6 +184,21 @@ def test_entries_can_be_chosen_by_knob_and_by_name() -> None:
         chosen("nonsense,max_num_queued")
 
 
+def test_the_names_of_entries_are_listed_without_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert knobs.main(["--list"]) == 0
+    entries, others = capsys.readouterr().out.split("\n\n")
+    assert [line.split("  ")[0] for line in entries.splitlines()] == [name(spec) for spec in SPECS]
+    assert all(f"no entry: {knob}: {why}" in others for knob, why in NOT_MEASURED.items())
+
+
+def test_a_wrong_entry_is_told_before_the_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        knobs.parse(["--only", "nonsense"])
+    error = capsys.readouterr().err
+    assert "nonsense: there is no such entry" in error
+    assert "--json" not in error.splitlines()[-1]
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=name)
 def test_an_entry_holds_together(spec: Spec) -> None:
     """Its values are ones the knob takes, its texts are there, and every request fits its pool."""
