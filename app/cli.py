@@ -123,9 +123,8 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
 
 def _row(item: BaselineSummary) -> list[str]:
     when = datetime.fromtimestamp(item.created_unix_ms / 1000).strftime("%Y-%m-%d %H:%M")
-    marks = "".join(
-        mark for mark, on in (("L", item.locked), ("I", item.imported), ("!", not item.valid)) if on
-    )
+    told = (("L", item.locked), ("I", item.imported), ("~", bool(item.caution)), ("!", not item.valid))
+    marks = "".join(mark for mark, on in told if on)
     return [
         item.id[:8],
         when,
@@ -150,7 +149,7 @@ def _list(store: Store, options: argparse.Namespace) -> None:
         _print("No baselines are stored yet.")
     else:
         _print(_columns([_HEAD, *(_row(item) for item in found)]))
-        _print("L: locked, I: imported, !: doubtful")
+        _print("L: locked, I: imported, ~: measured beside other work, !: doubtful")
 
 
 def _show(store: Store, options: argparse.Namespace) -> None:

@@ -28,7 +28,7 @@ from PySide6.QtWidgets import (
 
 from app.console import Console
 from app.dialogs.compare import CompareDialog
-from app.i18n import N_, tr, tr_later
+from app.i18n import N_, tr, tr_engine, tr_later
 from app.store.records import BaselineSummary, Comparison
 from app.store.store import ExportFormat
 from app.units import count, rate, seconds
@@ -81,7 +81,15 @@ class BaselineTable(QAbstractTableModel):
             return plain_tip(
                 "\n".join(
                     part
-                    for part in (item.name, item.note, item.model, item.device, _stamp(item), item.id)
+                    for part in (
+                        item.name,
+                        item.note,
+                        item.model,
+                        item.device,
+                        _stamp(item),
+                        item.id,
+                        _caution(item),
+                    )
                     if part
                 )
             )
@@ -105,6 +113,18 @@ class BaselineTable(QAbstractTableModel):
         return None
 
 
+def _caution(item: BaselineSummary) -> str:
+    if not item.caution:
+        return ""
+    return tr("Take its figures with caution: {why}.").format(why=tr_engine(item.caution))
+
+
+def _validity(item: BaselineSummary) -> str:
+    if not item.valid:
+        return tr("doubtful")
+    return tr("caution") if item.caution else tr("valid")
+
+
 def _stamp(item: BaselineSummary) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.created_unix_ms / 1000))
 
@@ -116,7 +136,7 @@ def _cells(item: BaselineSummary) -> list[str]:
         name, saved, item.model, tr("load run") if item.source == "load" else tr("live"),
         str(count(item.requests)), str(seconds(item.ttft_p50_s)), str(seconds(item.ttft_p99_s)),
         str(seconds(item.tpot_p50_s)), str(rate(item.output_tok_s)),
-        tr("valid") if item.valid else tr("doubtful"),
+        _validity(item),
     ]  # fmt: skip
 
 

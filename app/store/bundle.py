@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from app.lab.stats import METRIC_ORDER, LoadRow, row_of_engine
+from app.store.compare import other_work
 from app.store.errors import StoreError
 from app.store.records import (
     BUNDLE_FORMAT,
@@ -224,6 +225,9 @@ def markdown(made: Baseline) -> str:
         lines += [_md(data.note), ""]
     if not data.validity.valid:
         lines += ["**Doubtful:** " + _md("; ".join(data.validity.reasons)), ""]
+    work = other_work(data.step_stats)
+    if work:
+        lines += ["**Take its figures with caution:** " + _md(work) + ".", ""]
     lines += ["## Measured", ""]
     lines += _table(
         ["metric", "unit", "n", "excluded", "mean", "p50", "p90", "p95", "p99"],

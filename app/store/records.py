@@ -95,6 +95,7 @@ class BaselineSummary(msgspec.Struct, frozen=True, kw_only=True):
     valid: bool
     locked: bool
     imported: bool
+    caution: str = ""  # why the figures of a valid run may mislead: other work on the machine meanwhile
 
 
 class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):

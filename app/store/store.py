@@ -22,6 +22,7 @@ from sqlite_utils import Database
 
 from app.lab.stats import LoadRow
 from app.store import bundle, compare
+from app.store.compare import other_work
 from app.store.environment import with_environment
 from app.store.errors import NotFound, StoreError, explain, is_damage
 from app.store.migrations import migrate, version_of
@@ -36,6 +37,12 @@ _ID_PREFIX = 4
 _SUMMARY_COLUMNS = (
     "id, name, note, created_unix_ms, source, model, device, requests, ttft_p50_s, ttft_p99_s, tpot_p50_s, "
     "output_tok_s, valid, locked, imported"
+)
+# Of the step statistics, which the head keeps; a damaged head is reported where it is read whole.
+_CAUTION = ("other_cores_mean", "machine_cores")
+_CAUTION_COLUMNS = ", ".join(
+    f"CASE WHEN json_valid(head) THEN json_extract(head, '$.step_stats.{name}') END AS {name}"
+    for name in _CAUTION
 )
 
 
@@ -241,7 +248,7 @@ class Store:
                 f"{baseline_id!r} is not an id; give {_ID_PREFIX} of its hexadecimal digits or more."
             )
         with self._reading("Looking up a baseline"):
-            query = "SELECT * FROM baseline WHERE id >= ? AND id <= ? LIMIT 2"
+            query = f"SELECT *, {_CAUTION_COLUMNS} FROM baseline WHERE id >= ? AND id <= ? LIMIT 2"
             found = builtins.list(self.db.query(query, [wanted, wanted.ljust(32, "f")]))
         if not found:
             raise NotFound(f"There is no baseline {baseline_id}; `decodeck snapshot list` shows them.")
@@ -253,8 +260,8 @@ class Store:
     def list(self) -> builtins.list[BaselineSummary]:
         """All baselines, newest first."""
         with self._reading("Listing baselines"):
-            query = f"SELECT {_SUMMARY_COLUMNS} FROM baseline ORDER BY created_unix_ms DESC, id"
-            return [_summary(row) for row in self.db.query(query)]
+            query = f"SELECT {_SUMMARY_COLUMNS}, {_CAUTION_COLUMNS} FROM baseline"
+            return [_summary(row) for row in self.db.query(f"{query} ORDER BY created_unix_ms DESC, id")]
 
     def summary(self, baseline_id: str) -> BaselineSummary:
         """One row of `list`."""
@@ -335,4 +342,6 @@ def _summary(row: dict[str, object]) -> BaselineSummary:
     values = {name: row[name] for name in names}
     for flag in ("valid", "locked", "imported"):
         values[flag] = bool(values[flag])
+    stats = {name: row[name] for name in _CAUTION}
+    values["caution"] = other_work(msgspec.convert(stats, dict[str, float | None]))
     return msgspec.convert(values, BaselineSummary)

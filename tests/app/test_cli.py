@@ -73,6 +73,26 @@ def test_headless_commands_load_neither_qt_nor_torch(data: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_work_beside_a_run_is_told_in_the_list_and_on_its_page(data: Path) -> None:
+    """As where it was saved and where it is compared: nobody remembers it a week later."""
+    stats = {"steps": 3, "other_cores_mean": 1.3, "other_cores_max": 1.9, "machine_cores": 2}
+    store = Store(default_path(data))
+    busy = store.save_baseline(baseline("busy", step_stats=stats))
+    store.close()
+    rows = {line.split()[0]: line for line in run(data, "snapshot", "list").stdout.splitlines()}
+    assert " ~ " in rows[busy[:8]]
+    assert " ~ " not in rows[ids(data)["one"][:8]]
+    why = "other processes kept 1.3 of the machine's 2 cores busy meanwhile"
+    summary = next(
+        item for item in json.loads(run(data, "snapshot", "list", "--json").stdout) if item["id"] == busy
+    )
+    assert summary["caution"] == why
+    assert summary["valid"]
+    page = run(data, "snapshot", "show", busy).stdout
+    assert f"**Take its figures with caution:** {why}." in page
+    assert "caution" not in run(data, "snapshot", "show", ids(data)["one"]).stdout
+
+
 def test_list_show_and_compare(data: Path) -> None:
     found = ids(data)
     listed = run(data, "snapshot", "list").stdout

@@ -6,15 +6,16 @@ import dataclasses
 
 import msgspec
 import pytest
-from PySide6.QtCore import QPoint, QRect
+from PySide6.QtCore import QPoint, QRect, Qt
 
 from app import i18n
 from app.console import Console
 from app.dialogs.compare import CompareDialog
 from app.main_window import MainWindow
 from app.net.types import LaunchSpec, LinkState
+from app.panels.baselines import HEADS, BaselineTable
 from app.status import banner_message
-from app.store.compare import compare
+from app.store.compare import compare, other_work
 from app.store.records import Baseline, BaselineSummary
 from tests.app import builders as b
 from tests.app.builders import baseline
@@ -137,6 +138,15 @@ def test_baselines_say_what_else_kept_the_machine_busy(window: MainWindow) -> No
     assert rows["other_cores_mean"].better is None
     assert "A does not tell what else kept its machine busy." in compare(*made({}), *made(quiet)).warnings
     assert not [w for w in compare(*made({}), *made({})).warnings if "busy" in w]
+    table = BaselineTable()
+    table.set_rows([msgspec.structs.replace(made(busy)[1], caution=other_work(busy))])
+    validity = table.index(0, len(HEADS) - 1)
+    assert table.data(validity) == "caution"
+    assert "Take its figures with caution: other processes kept 0.9" in str(
+        table.data(validity, Qt.ItemDataRole.ToolTipRole)
+    )
+    table.set_rows([made(quiet)[1]])
+    assert table.data(table.index(0, len(HEADS) - 1)) == "valid"
     i18n.use("zh_CN")
     dialog = CompareDialog(told, window)
     shown = i18n.tr_engine(work[0])
