@@ -29,12 +29,13 @@ from app.model.costs import first_awq_search
 from app.model.knobs import KnobModel, KnobStatus, Patch
 from app.model.session import SessionModel
 from app.net.io_thread import EngineLink
+from app.net.judge import GOOD_AFTER_S
 from app.net.types import LaunchSpec, LinkState
 from app.settings import Settings
 from app.store.collect import from_live, from_load
 from app.store.records import BaselineData, BaselineSummary, Comparison
 from app.store.store import ExportFormat, Store
-from app.units import pause
+from app.units import pause, span
 from ipc.messages import CANCELLED, ApplyEvent, Cancel, CfgCancel, Error, KnobValue, Reply
 
 AFTER_CHANGE_S = 1e-3  # so that the change itself is not in the window that begins with it
@@ -79,6 +80,8 @@ class Console(QObject):
         self.store: Store | None = None  # lives on the jobs' thread; use `with_store`
         self._store_path = store_path
         self._refusals: dict[str, str] = {}
+        self.left_out: dict[str, KnobValue] = {}  # changes that a restart left out and nobody decided on yet
+        self._left_out_of: str | None = None  # the session that was asked for them
         self._load_was_running = False
         self._closed = False
         self.reload_baselines()
@@ -102,10 +105,37 @@ class Console(QObject):
             self._tell_load_end()
         elif batch.new_session and self.load_progress.phase == "failed":
             self.load_progress = LoadProgress()  # why it failed is not true of the engine of now
+        self._heed_left_out()
         self._watch_machine()
         self.jobs.poll()
         for record in self.errors.take():
             self.tell("error", partial(str, record.summary), record.detail)
+
+    def _heed_left_out(self) -> None:
+        """Tell once what a restart left out of the configuration; forget it once it is set again."""
+        link = self.session.link
+        if link.state is not LinkState.READY:
+            return
+        if link.session != self._left_out_of:
+            self._left_out_of, self.left_out = link.session, dict(link.left_out)
+            if self.left_out:
+                self.journal.note("warning", partial(self.left_out_text, dict(self.left_out)))
+        elif self.left_out and self.left_out.items() <= self.knobs.values().items():
+            self.left_out = {}
+
+    def left_out_text(self, left_out: Patch) -> str:
+        """What a restart left out, and why."""
+        text = tr("Restarted without {change}: the engine had not run for {time} and one step with it.")
+        return text.format(change=self.patch_text(left_out), time=span(GOOD_AFTER_S))
+
+    def set_left_out(self) -> None:
+        """Ask for the changes that the restart left out."""
+        patch, self.left_out = self.left_out, {}
+        self.change(patch)
+
+    def forgo_left_out(self) -> None:
+        """Stay with the configuration that the engine was restarted with."""
+        self.left_out = {}
 
     def _watch_machine(self) -> None:
         """Note what else works on the engine's machine, where that is this one."""
@@ -248,7 +278,7 @@ class Console(QObject):
         self.launch(spec)
 
     def restart(self) -> None:
-        """Start the engine again with the configuration that it last ran with."""
+        """Start the engine again with the configuration that it last ran well with."""
         self.link.restart()
 
     def start_on_cpu(self) -> None:

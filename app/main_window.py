@@ -261,6 +261,8 @@ class MainWindow(WindowActions):
         self.banner.restart_asked.connect(self.restart_engine)
         self.banner.draft_asked.connect(self.choose_draft_model)
         self.banner.cpu_asked.connect(console.start_on_cpu)
+        self.banner.again_asked.connect(console.set_left_out)
+        self.banner.forgo_asked.connect(console.forgo_left_out)
         self.banner.log_asked.connect(lambda: self.show_panel("log"))
         self.requests.load_asked.connect(self.toggle_load)
         self.timeline.load_asked.connect(self.toggle_load)
@@ -301,7 +303,10 @@ class MainWindow(WindowActions):
     # --- the beat -----------------------------------------------------------------------------------
 
     def _refresh_state(self) -> None:
-        message = status.banner_message(self.session, self.console.pending_text())
+        console = self.console
+        message = status.banner_message(self.session, console.pending_text())
+        if message is None and console.left_out:
+            message = status.left_out_message(console.left_out_text(console.left_out))
         for banner in (self.banner, self.change_banner):
             if message is None or message.change != (banner is self.change_banner):
                 set_visible(banner, False)
@@ -309,7 +314,7 @@ class MainWindow(WindowActions):
             banner.show_message(
                 message.level, message.title, message.text, share=message.share, busy=message.busy,
                 can_restart=message.can_restart, log=message.log, draft=message.draft,
-                can_cancel=message.can_cancel, cpu=message.cpu,
+                can_cancel=message.can_cancel, cpu=message.cpu, again=message.again,
             )  # fmt: skip
         if self.session.device is not None:
             self.load_bar.suit(self.session.device.kind)

@@ -39,6 +39,7 @@ class Message:
     draft: bool = False  # another draft model, or none, may help
     change: bool = False  # of a change that is being applied: it comes and goes while a person works
     can_cancel: bool = False
+    again: bool = False  # what the restart left out can be set again
     cpu: bool = False  # it may do on the CPU what it cannot on the card
 
 
@@ -87,6 +88,11 @@ def banner_message(session: SessionModel, change: str = "") -> Message | None:
         text = " ".join(part for part in (text, tr("What was measured is kept.")) if part)
     cpu = _may_do_on_cpu(session)
     return Message("alarm", title, text, can_restart=link.can_restart, log=True, draft=drafts, cpu=cpu)
+
+
+def left_out_message(text: str) -> Message:
+    """The message for changes that a restart left out, of which ``text`` tells."""
+    return Message("warning", tr("Not with the last configuration"), text, again=True)
 
 
 def _may_do_on_cpu(session: SessionModel) -> bool:

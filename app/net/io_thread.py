@@ -233,6 +233,7 @@ class EngineLink:
             self._stop(then=lambda: self._attach(ctl, tel))
             return
         self._spec = None
+        self._judge.forget_good()
         self._judge.begin(time.monotonic(), managed=False)
         self._connect(ctl, tel)
 
@@ -252,6 +253,7 @@ class EngineLink:
     def _restart(self, knobs: dict[str, KnobValue]) -> None:
         if self._spec is not None:
             wanted = {**self._judge.good_knobs(self._spec.knobs), **knobs}
+            self._judge.note_restart(wanted)
             if self._spec.draft_model is None and wanted.get("speculation") == "draft":
                 wanted["speculation"] = "off"
             self._launch(replace(self._spec, knobs=wanted))

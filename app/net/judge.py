@@ -48,6 +48,8 @@ class Judge:
         self._final: tuple[LinkState, str] | None = (LinkState.OFFLINE, "")
         self._good: dict[str, m.KnobValue] | None = None
         self._good_rev: int | None = None
+        self._last: m.Cfg | None = None  # what the engine ran with last, good or not
+        self.left_out: dict[str, m.KnobValue] = {}  # what of it the present engine was started without
         self._changed_s: float | None = None
         self._rev: int | None = None
         self._rev_step = 0
@@ -66,7 +68,7 @@ class Judge:
             self._final = (LinkState.OFFLINE, "The engine was stopped.")
             return
         reason = f"The engine's process has ended: {cause.words}."
-        if self._changed_s is not None and now_s - self._changed_s < GOOD_AFTER_S:
+        if self._changed_s is not None and self._good_rev != self._rev:
             reason += (
                 f" That was {now_s - self._changed_s:.1f} s after a change of its configuration;"
                 " a restart goes back to the one before."
@@ -87,12 +89,21 @@ class Judge:
 
     def forget_good(self) -> None:
         """Another engine altogether: what was good for the one before says nothing of it."""
-        self._good = None
+        self._good, self._last, self.left_out = None, None, {}
+
+    def note_restart(self, knobs: dict[str, m.KnobValue]) -> None:
+        """An engine is to start with ``knobs``: keep what the one before ran with and this one will not."""
+        self.left_out = {}
+        if self._last is not None:
+            starts = {info.id: info.default for info in self._last.knobs if info.available} | knobs
+            values = self._last.values
+            self.left_out = {k: values[k] for k, value in starts.items() if values.get(k, value) != value}
 
     def _learn(self, now_s: float, connection: Connection) -> None:
         cfg, heartbeat = connection.mirror.cfg, connection.mirror.heartbeat
         if cfg is None or heartbeat is None:
             return
+        self._last = cfg
         if cfg.rev != self._rev:
             self._changed_s = now_s if self._rev is not None else None
             self._rev, self._rev_step = cfg.rev, heartbeat.step
@@ -147,6 +158,7 @@ class Judge:
             lost=dict(connection.mirror.gaps) if connection is not None else {},
             bad_frames=connection.bad_frames if connection is not None else 0,
             can_restart=spec is not None,
+            left_out=self.left_out,
             command_line=process.argv if process is not None else (),
         )
 

@@ -69,6 +69,7 @@ class LinkStatus:
     lost: dict[str, int] = field(default_factory=dict)  # messages missed, per topic, in this session
     bad_frames: int = 0  # messages this side could not read
     can_restart: bool = False
+    left_out: dict[str, KnobValue] = field(default_factory=dict)  # of the last configuration, by the restart
     command_line: tuple[str, ...] = ()
 
 

@@ -28,6 +28,8 @@ class Banner(QFrame):
     draft_asked = Signal()
     cancel_asked = Signal()
     cpu_asked = Signal()
+    again_asked = Signal()
+    forgo_asked = Signal()
 
     def __init__(self, window: QWidget | None = None, room: Callable[[], QRect] | None = None) -> None:
         super().__init__(window)
@@ -47,7 +49,12 @@ class Banner(QFrame):
             self.cancel,
             tr("Give the change up and go back to the configuration before it. Requests then go on."),
         )
-        self._buttons = buttons = (self.log, self.draft, self.cpu, self.restart, self.cancel)
+        self.again = button(tr("Set it again"), self.again_asked.emit, "filled")
+        self.forgo = button(tr("Leave it"), self.forgo_asked.emit)
+        set_tip(self.forgo, tr("Stay with the configuration that the engine was restarted with."))
+        self._buttons = buttons = (
+            self.log, self.draft, self.cpu, self.restart, self.cancel, self.again, self.forgo,
+        )  # fmt: skip
         if room is None:
             self.progress.setFixedWidth(PROGRESS_WIDTH)
             line = row(self.pill, self.title, self.text, self.progress, *buttons, spacing=8)
@@ -66,7 +73,7 @@ class Banner(QFrame):
     def show_message(
         self, level: str, title: str, text: str, *, share: float | None = None, busy: bool = False,
         can_restart: bool = False, log: bool = False, draft: bool = False, can_cancel: bool = False,
-        cpu: bool = False,
+        cpu: bool = False, again: bool = False,
     ) -> None:  # fmt: skip
         """Show one message. ``share`` 0..1 draws a bar; ``busy`` one without an end."""
         set_state(self, "role", "banner" if level == "alarm" else "card" if self._room is None else "toast")
@@ -87,6 +94,8 @@ class Banner(QFrame):
         set_visible(self.draft, draft)
         set_visible(self.cpu, cpu)
         set_visible(self.cancel, can_cancel)
+        set_visible(self.again, again)
+        set_visible(self.forgo, again)
         self.setAccessibleName(f"{title}. {text}")
         if self._room is not None:
             room = self._room()

@@ -221,3 +221,30 @@ def test_banners_are_read_whole_in_a_small_window(console: Console, link: FeedLi
     assert window.banner.height() < 70
     window.keep_console = True
     discard(window)
+
+
+@pytest.mark.parametrize("language", ["en", "zh_CN"])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_change_that_a_restart_left_out_is_told_and_can_be_set_again(
+    window: MainWindow, link: FeedLink, again: bool, language: str
+) -> None:
+    """F09: what the engine came back without stays in the banner until somebody decides on it."""
+    link.ready()
+    beat(window)
+    assert window.banner.isHidden()
+    link.ready()
+    link.status = dataclasses.replace(link.status, session="s2", left_out={"weight_dtype": "int8"})
+    i18n.use(language)
+    beat(window, 2)
+    banner = window.banner
+    assert not banner.isHidden()
+    assert not banner.again.isHidden()
+    assert banner.restart.isHidden()
+    assert "int8" in banner.text.full_text
+    assert ("Restarted without" in banner.text.full_text) is (language == "en")
+    log = window.console.journal.model
+    assert sum(str(log.index(i).data()).endswith(banner.text.full_text) for i in range(log.rowCount())) == 1
+    (banner.again if again else banner.forgo).click()
+    beat(window, 2)
+    assert patches(link) == ([{"weight_dtype": "int8"}] if again else [])
+    assert banner.isHidden()

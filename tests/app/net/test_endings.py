@@ -108,6 +108,7 @@ def test_a_frozen_and_then_a_killed_engine_are_told_apart_and_restarted(
     assert "max_num_seqs=8" in console.session.link.command_line
     console.until_state(LinkState.READY)
     assert console.session.cfg.values["max_num_seqs"] == 8
+    assert console.session.link.left_out == {"max_num_seqs": 9}
     assert {view.row.finish for view in console.session.request_rows()} == {"error"}
 
     second = console.session.link.pid
