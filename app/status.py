@@ -46,14 +46,14 @@ class Message:
 def applying_share(session: SessionModel) -> float | None:
     """How far the change is that is being applied, or what it needs loaded beside the steps, 0..1.
 
-    None where there is none or it does not say.
+    None where there is none or it does not say, as where a stage is through and the change is not.
     """
     state = session.state
     if session.link.state is not LinkState.READY or state is None:
         return None
     if state.phase != "applying" and (state.pending_apply is None or not state.stage):
         return None
-    return min(1.0, state.done_bytes / state.total_bytes) if state.total_bytes else None
+    return state.done_bytes / state.total_bytes if state.done_bytes < state.total_bytes else None
 
 
 def banner_message(session: SessionModel, change: str = "") -> Message | None:
@@ -110,7 +110,10 @@ def _may_do_on_cpu(session: SessionModel) -> bool:
 def _applying(session: SessionModel, state: EngineState, change: str) -> Message:
     share = applying_share(session)
     since_s = session.now_s - (state.since_ns - session.link.clock_offset_ns) * 1e-9
-    parts = [change, tr_engine(state.stage), str(percent(share)) if share is not None else ""]
+    stage = tr_engine(state.stage)
+    if share is None and state.total_bytes:
+        stage = tr("completing it after {stage}").format(stage=stage)
+    parts = [change, stage, str(percent(share)) if share else ""]  # at 0 it may not tell how far it is
     if since_s >= _SLOW_S:
         parts.append(tr("for {time}").format(time=clock(since_s)))
     parts.append(_left(session))
@@ -119,7 +122,7 @@ def _applying(session: SessionModel, state: EngineState, change: str) -> Message
         title = f"{title} · {tr('{n} requests wait').format(n=count(live))}"
     text = " · ".join(part for part in parts if part)
     return Message(
-        "busy", title, text, share=share, busy=share is None, change=True,
+        "busy", title, text, share=share or None, busy=not share, change=True,
         can_cancel=share is not None and state.pending_apply is not None,
     )  # fmt: skip
 

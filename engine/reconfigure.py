@@ -324,6 +324,7 @@ def _replace_pool(core: EngineCore, values: Mapping[str, KnobValue], layout: Lay
             window=core.drafts.kept_window,
         )
     )
+    core.pulse.progress("allocating the KV pool", 0, layout.pool_bytes)
     runner.allocate_kv(layout.num_blocks, layout.block_size, layout.kv_dtype)
     core.layout = replace(layout, prefix_blocks=0, swap_blocks=0)
 

@@ -51,6 +51,8 @@ class StageClock:
         took_s, done = now_s - self._begun_s, _share(state) - self._begun_share
         if (state.phase, state.stage) != self._stage or took_s < _LEAST_S or done < _LEAST_SHARE:
             return None
+        if _share(state) >= 1.0:
+            return None  # what follows does not tell how far it is
         return took_s * max(0.0, 1.0 - _share(state)) / done
 
 

@@ -54,6 +54,24 @@ def test_the_news_of_a_change_hide_nothing(
     discard(window)
 
 
+def test_a_stage_that_is_through_is_not_the_end_of_a_change(window: MainWindow, link: FeedLink) -> None:
+    """What comes after it has no measure: no 100 %, no 0:00 left, and nothing more to cancel."""
+    link.ready()
+    beat(window)
+    for share in (0, 40, 100):
+        link.push(state=b.state(phase="applying", stage="converting weights to int8", pending_apply=7,
+                                done_bytes=share, total_bytes=100))  # fmt: skip
+        beat(window)
+        message = banner_message(window.session)
+        assert message is not None
+        assert message.share == (0.4 if share == 40 else None)
+        assert message.busy == (share != 40)
+        assert message.can_cancel == (share != 100)
+        assert ("%" in message.text) == (share == 40)
+        assert ("completing it after" in message.text) == (share == 100)
+    assert "left" not in message.text
+
+
 def test_more_than_the_measured_peak_is_shown_with_caution(window: MainWindow, link: FeedLink) -> None:
     link.ready()
     beat(window, 1)

@@ -45,6 +45,7 @@ def test_the_time_left_is_that_of_the_stage_at_its_own_pace() -> None:
     assert clock.left_s(at(0.4), 12.0) is None, "too soon to tell"  # type: ignore[arg-type]
     clock.take(at(0.4), 30.0)  # type: ignore[arg-type]
     assert clock.left_s(at(0.4), 30.0) == pytest.approx(60.0)  # type: ignore[arg-type]
+    assert clock.left_s(at(1.0), 40.0) is None, "it is through, and the change goes on"  # type: ignore[arg-type]
     clock.take(at(0.0, "converting"), 90.0)  # type: ignore[arg-type]
     assert clock.left_s(at(0.1, "converting"), 91.0) is None  # type: ignore[arg-type]
     assert clock.left_s(at(0.5, "converting"), 94.0) == pytest.approx(4.0)  # type: ignore[arg-type]
