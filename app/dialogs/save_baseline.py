@@ -13,7 +13,7 @@ from app.store.compare import other_work
 from app.store.errors import StoreError
 from app.units import count, pause
 from app.units import span as span_text
-from app.widgets.basic import button, column, label, row, set_role
+from app.widgets.basic import button, column, label, row
 
 WINDOWS_S = (30, 60, 300, 900)
 
@@ -52,6 +52,7 @@ class SaveBaselineDialog(QDialog):
                 tr("live traffic of the last {time}").format(time=span_text(span)), ("live", span)
             )
         self.hint = label("", "small", wrap=True)
+        self.caution = label("", "warning", wrap=True)
         grid = QGridLayout()
         grid.setHorizontalSpacing(12)
         for i, (text, field) in enumerate(
@@ -62,7 +63,7 @@ class SaveBaselineDialog(QDialog):
         self.save = button(tr("Save"), self.accept, "filled")
         self.save.setDefault(True)
         buttons = row(None, button(tr("Cancel"), self.reject), self.save)
-        self.setLayout(column(grid, self.hint, buttons, spacing=12, margins=(16, 16, 16, 14)))
+        self.setLayout(column(grid, self.hint, self.caution, buttons, spacing=12, margins=(16, 16, 16, 14)))
         self.name.textChanged.connect(self._check)
         self.source.currentIndexChanged.connect(self._check)
         self._check()
@@ -86,21 +87,25 @@ class SaveBaselineDialog(QDialog):
             text = tr("No request ended in this time. Start a load, or choose a longer time.")
             if source == "change":
                 text = tr("No request has begun and ended since the change yet. Let the load go on.")
-            self.hint.setText(text)
-            set_role(self.hint, "warning")
+            self._tell("", text)
             return
         if source == "load":
             text = tr("Every request of the run is kept, with its intended and its actual times.")
         else:
             text = tr("{n} requests ended in this time.").format(n=count(len(data.requests)))
+        cautions = []
         if not data.validity.valid:
             why = "; ".join(map(tr_engine, data.validity.reasons))
-            text += "\n" + tr("It will be marked as doubtful: {why}.").format(why=why)
+            cautions.append(tr("It will be marked as doubtful: {why}.").format(why=why))
         work = other_work(data.step_stats)
         if work:
-            text += "\n" + tr("Take its figures with caution: {why}.").format(why=tr_engine(work))
-        self.hint.setText(text)
-        set_role(self.hint, "small" if data.validity.valid and not work else "warning")
+            cautions.append(tr("Take its figures with caution: {why}.").format(why=tr_engine(work)))
+        self._tell(text, "\n".join(cautions))
+
+    def _tell(self, hint: str, caution: str) -> None:
+        for line, text in ((self.hint, hint), (self.caution, caution)):
+            line.setText(text)
+            line.setVisible(bool(text))
 
     def accept(self) -> None:
         """Tell what was entered, and close."""

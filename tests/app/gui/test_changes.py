@@ -184,9 +184,12 @@ def test_a_baseline_is_called_doubtful_before_it_is_saved(window: MainWindow, li
     assert dialog.source.currentData() == ("change", None)
     assert "since the last change" in dialog.source.currentText()
     assert dialog.hint.text() == "8 requests ended in this time."
+    assert dialog.caution.isHidden()
     dialog.source.setCurrentIndex(1)
-    assert "marked as doubtful: the configuration changed inside the window" in dialog.hint.text()
-    assert dialog.hint.property("role") == "warning"
+    assert "marked as doubtful: the configuration changed inside the window" in dialog.caution.text()
+    assert dialog.caution.property("role") == "warning"
+    assert "requests ended in this time" in dialog.hint.text()
+    assert dialog.hint.property("role") == "small", "what is so warns of nothing"
     assert dialog.save.isEnabled()
     data = window.console.baseline_data("x", "", "change", None)
     assert (data.validity.valid, data.config["prefix_cache"], len(data.requests)) == (True, False, 8)

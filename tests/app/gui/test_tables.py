@@ -281,7 +281,7 @@ def test_saving_needs_traffic_and_a_name(window: MainWindow, link: FeedLink) -> 
     beat(window, 2)
     dialog = SaveBaselineDialog(window.console, window)
     assert not dialog.save.isEnabled()
-    assert "No request ended" in dialog.hint.text()
+    assert "No request ended" in dialog.caution.text()
     link.traffic()
     beat(window, 2)
     dialog._check()
