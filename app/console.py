@@ -168,7 +168,7 @@ class Console(QObject):
             took = pause(event.took_us * 1e-6)
             text = tr("Applied {change} in {time}.").format(change=self.patch_text(patch, before), time=took)
             if event.preempted:
-                more = tr("{n} requests lost their place and went on by recompute.")
+                more = tr("Requests that lost their place and went on by recompute: {n}.")
                 text = f"{text} {more.format(n=event.preempted)}"
             return text
 

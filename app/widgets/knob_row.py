@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 from PySide6.QtCore import QRectF, QSignalBlocker, Qt, QTimer, Signal, Slot
@@ -220,9 +221,14 @@ class KnobRow(QWidget):
     # --- state --------------------------------------------------------------------------------------
 
     def matches(self, text: str) -> bool:
-        """Whether name, id or help hold ``text`` (casefolded)."""
+        """Whether a word of name, id or help begins with ``text`` (casefolded).
+
+        Texts without spaces between their words, as Chinese ones, may hold it anywhere.
+        """
         words = (self.title.text(), self.info.id, self.info.title, knob_help(self.info.id, self.info.help))
-        return any(text in word.casefold() for word in words)
+        begin = r"(?<![a-z0-9])" if text[:1].isascii() and text[:1].isalnum() else ""
+        pattern = re.compile(begin + re.escape(text))
+        return any(pattern.search(word.casefold()) for word in words)
 
     def show_view(
         self,
@@ -263,7 +269,7 @@ class KnobRow(QWidget):
             tip = tr("What the engine chose: steps run {name}.").format(name=became)
             self.status.setToolTip(plain_tip(tip))
         elif text and view.preempted:
-            more = tr("{n} requests lost their place and went on by recompute.")
+            more = tr("Requests that lost their place and went on by recompute: {n}.")
             self.status.setToolTip(plain_tip(f"{text}. {more.format(n=count(view.preempted))}"))
 
     def _say(self, text: str, role: str) -> None:

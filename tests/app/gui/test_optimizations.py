@@ -228,6 +228,10 @@ def test_an_optimization_is_found_by_a_word_folded_or_not(window: MainWindow, li
     assert panel.rows["prefix_cache"].isVisible()
     assert not panel.rows["batching"].isVisible()
     assert not panel.groups["batching"].isVisible()
+    panel.filter.setText("lock")  # only where a word begins
+    assert not panel.rows["block_size"].isVisible()
+    panel.filter.setText("size")  # also behind the underscore of an id
+    assert panel.rows["block_size"].isVisible()
     panel.filter.setText("cuda")
     assert panel.rows["cuda_graphs"].isVisible()
     panel.filter.clear()
