@@ -8,7 +8,7 @@ import random
 import threading
 import time
 import tracemalloc
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -703,7 +703,10 @@ def test_neither_a_change_nor_a_rest_ages_the_step_after_it(
     engine.set(block_size=32)
     engine.submit(prompt(1, 20), GREEDY)
     core.step()
-    assert [state.phase for state in engine.heard.states][:2] == ["applying", "ready"]
+    assert [phase for phase, _ in groupby(state.phase for state in engine.heard.states)] == [
+        "applying",
+        "ready",
+    ]
     now[0] += 900_000_000
     core.step()
     assert ages[:1] == [("ready", 300_000_000)]
