@@ -74,9 +74,7 @@ def test_the_dry_run_runs_every_stage(tmp_path: Path) -> None:
     changes = results["knobs"]
     assert changes["failed"] == {}
     assert set(changes["changes"]) | set(changes["not_run"]) == {change.name for change in knobs.CHANGES}
-    assert set(changes["not_run"]) == {
-        "cuda_graphs off", "fused_sampling off", "attention flash_attn", "attention varlen"
-    }  # fmt: skip
+    assert set(changes["not_run"]) == {"cuda_graphs off", "attention flash_attn", "attention varlen"}
     assert "need an NVIDIA GPU" in changes["not_run"]["cuda_graphs off"]
     assert all(0 < row["low"] <= row["times"] <= row["high"] for row in changes["changes"].values())
     for name in ("speculation ngram", "speculation self", "speculation draft"):
