@@ -2,7 +2,7 @@
 // and the judgement of drafts that were drawn (arXiv 2211.17192).
 //
 // A row is one chunk of work. Nothing is sorted: a cut is a least score, looked for among the few that can be it.
-// The rules are those of `engine.sampling`, the random numbers those of `engine.draw`, bit for bit.
+// The rules are those of `engine.sampling`, the random numbers those of `engine.draw`.
 
 #include <algorithm>
 #include <array>
