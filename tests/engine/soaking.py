@@ -155,7 +155,8 @@ class Soak:
         the engine is not idle then, and how long a request took is only judged when it has ended.
         """
         ageing_s = self.core.knobs["priority_ageing_s"]
-        assert isinstance(ageing_s, float) and ageing_s <= MAX_AGEING_S, "the window holds for less"
+        assert isinstance(ageing_s, float)
+        assert ageing_s <= MAX_AGEING_S, "the window holds for less"
         self._now_ns += STEP_NS
         self._arrived.append(self._arrived[-1])
         step = len(self._arrived) - 1
@@ -234,7 +235,7 @@ class Soak:
         self.set(knob, self.random.choice(self.flips[knob]))
 
     def calm(self) -> None:
-        """Give each knob the value it began with and keep nothing for reuse, so that two looks can be compared."""
+        """Give each knob its first value and keep nothing for reuse, so that two looks can be compared."""
         values = {knob: BY_ID[knob].default for knob in self.flips} | FIRST_VALUES | {"prefix_cache": False}
         changes = {knob: value for knob, value in values.items() if self.core.knobs[knob] != value}
         if changes:
