@@ -2,110 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
-import torch
-from torch import Tensor
 
 from engine.ops.native_sampling import NativeSampling
-from engine.request import Request
-from engine.speculation.base import Draft
-from engine.speculation.distribution import probabilities
-from engine.speculation.verify import DraftSampler
-from ipc.messages import Sampling
-from tests.engine.driving import CPU
+from tests.engine.choosing_rows import check_drafts, check_equals, check_settings
 
 VOCAB = 6007
-SETTINGS = [
-    Sampling(),
-    Sampling(temperature=0.0, logprobs=2),
-    Sampling(temperature=0.0, repetition_penalty=1.8, presence_penalty=0.4, frequency_penalty=0.3),
-    Sampling(temperature=0.0, min_tokens=9),
-    Sampling(temperature=0.7, seed=5),
-    Sampling(temperature=1.3, top_k=7, seed=6, logprobs=0),
-    Sampling(temperature=1.3, top_k=20, top_p=0.6, seed=7),
-    Sampling(temperature=1.0, top_k=50, min_p=0.2, seed=8, frequency_penalty=0.5),
-    Sampling(temperature=0.9, top_k=1, seed=9),
-    Sampling(temperature=0.8, top_k=40, min_tokens=5, seed=3),
-    Sampling(temperature=0.8, seed=1),
-    Sampling(presence_penalty=1.0),
-]
-
-
-def sampler(fused: bool, vocab: int = VOCAB) -> DraftSampler:
-    made = DraftSampler(vocab, frozenset({3}), CPU)
-    made.fused = NativeSampling() if fused else None
-    return made
-
-
-def requests(settings: Sequence[Sampling]) -> list[Request]:
-    """Requests of a prompt of four tokens and an output of three."""
-    out = []
-    for i, each in enumerate(settings):
-        request = Request(i + 1, [5, 6, 7, 5], each)
-        request.token_ids += [8, 8, 9]
-        request.slot = i
-        out.append(request)
-    return out
-
-
-def logits(rows: int, vocab: int = VOCAB) -> Tensor:
-    """Scores of which the tokens that occurred, and the one that ends, are the largest of some rows."""
-    out = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3))
-    out[:, [3, 8]] += 3.0
-    return out
 
 
 def test_every_setting_gives_what_torch_gives() -> None:
-    """A10, A14, A25: greedy, penalties, min_tokens, temperature and cuts, seeds, log-probabilities, and rows
-    that are not finite, in one batch. The logits stay as they were."""
-    scores = logits(len(SETTINGS))
-    scores[-2, 40], scores[-1, 41] = float("nan"), float("inf")
-    before = scores.clone()
-    plain, fused = (sampler(on).sample(scores, requests(SETTINGS)) for on in (False, True))
-    assert fused == plain
-    assert fused.nonfinite == [False] * (len(SETTINGS) - 2) + [True] * 2
-    assert torch.equal(scores.nan_to_num(), before.nan_to_num())
+    """A10, A14, A25: see `check_settings`."""
+    check_settings(NativeSampling(), VOCAB)
 
 
 @pytest.mark.parametrize(("equals", "vocab"), [(3, VOCAB), (60, VOCAB), (9, 9)])
 def test_equals_at_the_border_of_a_cut_stay_on_both_ways(equals: int, vocab: int) -> None:
-    """A28: as in transformers, be they few, or more than torch's way looks for among the most likely ones."""
-    scores = logits(1).clamp(max=0.5)[:, :vocab].expand(10, vocab).contiguous()
-    scores[:, :equals] = 1.0
-    scores[:, 1] = 2.0
-    settings = [
-        Sampling(temperature=1.0, top_k=2 + seed % 2, top_p=0.9 if seed % 5 == 0 else 1.0, seed=seed)
-        for seed in range(20, 30)
-    ]
-    whole = [i for i, s in enumerate(settings) if s.top_p == 1.0]
-    plain, fused = (sampler(on, vocab).sample(scores, requests(settings)).token_ids for on in (False, True))
-    assert [plain[i] for i in whole] == [fused[i] for i in whole]
-    assert set(fused) <= set(range(equals))
-    assert len(set(fused)) > 2
-    ours, theirs = (
-        draw(scores[:2], settings[:2]) for draw in (NativeSampling().probabilities, probabilities)
-    )
-    torch.testing.assert_close(ours, theirs.float(), rtol=1e-5, atol=1e-7)
-    assert int((ours[1] > 0).sum()) == equals
+    """A28: see `check_equals`."""
+    check_equals(NativeSampling(), equals, vocab)
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["matched", "judged"])
 def test_drafts_stay_as_far_as_torch_lets_them(drawn: bool) -> None:
-    """A19: drafts that say what the target says, and drafts held against the target's probabilities, with
-    penalties that count what was drafted."""
-    temperature, top_k = (1.0, 12) if drawn else (0.4, 0)
-    settings = [
-        Sampling(temperature=temperature, top_k=top_k, seed=seed, frequency_penalty=0.5 * (seed % 2))
-        for seed in range(12)
-    ]
-    scores = logits(4 * len(settings), 300)
-    drafts = []
-    for i in range(len(settings)):
-        near = scores[4 * i : 4 * i + 3] + 0.7 * logits(3, 300).flip(1)
-        probs = probabilities(near, [Sampling(temperature=1.0, top_k=12)] * 3).float()
-        drafts.append(Draft(probs.argmax(-1).tolist(), probs if drawn else None))
-    plain, fused = (sampler(on, 300).verify(scores, requests(settings), drafts) for on in (False, True))
-    assert fused == plain
-    assert len({each.accepted for each in fused}) > 1
+    """A19: see `check_drafts`."""
+    check_drafts(NativeSampling(), drawn)
