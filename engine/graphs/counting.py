@@ -78,13 +78,8 @@ class TextCounts:
         self._distinct: dict[int, _Distinct] = {}  # by slot, where a bound did not do
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of device memory that lists take; none until they are first used."""
-        return 0 if self._lists is None else self._lists.nbytes
-
-    @property
     def lacking(self) -> int:
-        """Bytes that `reserve` has to allocate."""
+        """Bytes of device memory that `reserve` has to allocate."""
         return 8 * (NOBODY + 1) * self._room if self._lists is None else 0
 
     def working_bytes(self, shape: GraphShape) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionPlan, Ints, Rows
 from engine.batch import Batch
+from engine.graphs.capturing import Captures
 from engine.graphs.choosing import GraphChooser, Needs
 from engine.graphs.direct import DirectForward, DirectStep
 from engine.graphs.driver import Captured, Driver
@@ -26,12 +26,11 @@ from engine.graphs.shapes import ROWS, GraphShape, Kind, shape_of
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
-from engine.out_of_memory import kind_of, recover, text_of
+from engine.out_of_memory import kind_of, text_of
 from engine.sampling import FusedSampling
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 30.0  # after which capturing is tried again where memory ran out
 NO_SLOT = -1  # of a token that only fills a shape up: its keys and values are written nowhere
 
 
@@ -115,13 +114,9 @@ class GraphedForward:
         self._chooser = chooser
         self._direct = None if chooser is None else DirectForward(decoder, kv, driver, chooser)
         self._max_blocks = max_blocks
-        self._budget = budget_bytes
+        self.captures = Captures(budget_bytes, kv.device)
         self._entries: dict[GraphShape, _Entry] = {}
         self._logits, self._proposals = (SharedRows(spec.vocab_size, kv.device) for _ in range(2))
-        self._most = 0  # of any captured shape, see `_working_bytes`
-        self._refused: dict[GraphShape, str] = {}
-        self._short_until_s = 0.0  # nothing is captured before, for there was no memory
-        self._taken = 0  # bytes of device memory, see `nbytes`
 
     def holds_for(
         self, attention: AttentionBackend, kv: KVCache, spec: ModelSpec, fused: FusedSampling | None
@@ -136,7 +131,7 @@ class GraphedForward:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that graphs and their static memory took. Any thread."""
-        return self._taken + (0 if self._chooser is None else self._chooser.counts.nbytes)
+        return self.captures.nbytes
 
     @property
     def num_graphs(self) -> int:
@@ -157,12 +152,7 @@ class GraphedForward:
         outside = "fused_sampling"
         if needs is not None:
             shape, outside = needs.in_shape(shape)
-        why = self._refused.get(shape)
-        if why is None and shape not in self._entries:
-            if time.monotonic() < self._short_until_s:
-                why = "memory"
-            elif not self._fits(shape):
-                why = "budget"
+        why = None if shape in self._entries else self._why_not(shape)
         return (GraphStep(self, shape, outside) if why is None else why), direct
 
     def forget_texts(self) -> None:
@@ -179,7 +169,8 @@ class GraphedForward:
 
     def _reserve_lists(self, chooser: GraphChooser) -> bool:
         """Allocate the lists of penalties, within the budget. Whether they are there."""
-        if time.monotonic() < self._short_until_s or self.nbytes + chooser.counts.lacking >= self._budget:
+        captures, lacking = self.captures, chooser.counts.lacking
+        if captures.short or not captures.has_room(lacking):
             return False
         try:
             chooser.counts.reserve()
@@ -187,8 +178,9 @@ class GraphedForward:
             if kind_of(error) != "memory":
                 raise
             log.warning("no memory for the lists of penalties, the host counts tokens: %s", text_of(error))
-            self._short_until_s = time.monotonic() + RETRY_S
+            captures.lacked()
             return False
+        captures.nbytes += lacking
         return True
 
     def logits(self, batch: Batch, step: GraphStep, begins: Callable[[], None]) -> Tensor | None:
@@ -220,7 +212,7 @@ class GraphedForward:
     def _replay(self, batch: Batch, shape: GraphShape, begins: Callable[[], None]) -> _Entry | None:
         entry = self._entries.get(shape) or self._capture(shape)
         if entry is None:
-            self.counts.misses[self._refused.get(shape, "memory")] += 1
+            self.counts.misses[self.captures.why_failed(shape)] += 1
             return None
         assert entry.captured is not None
         entry.turn = (entry.turn + 1) % BUFFERS
@@ -241,14 +233,12 @@ class GraphedForward:
         self.counts.padded_tokens += shape.tokens - len(batch.ids)
         return entry
 
-    def _fits(self, shape: GraphShape) -> bool:
-        """Whether a shape may be captured, by what its logits alone will add to the memory of all graphs."""
-        more = max(0, self._working_bytes(shape) - self._most)
-        if shape.kind == "logits":
-            more += self._logits.lacking(shape.tokens)
+    def _why_not(self, shape: GraphShape) -> str | None:
+        """Why a shape is not captured, by what its logits alone will add to the memory of all graphs."""
+        more = self._logits.lacking(shape.tokens) if shape.kind == "logits" else 0
         if shape.drawn:
             more += self._proposals.lacking(shape.tokens)
-        return self.nbytes + more < self._budget
+        return self.captures.why_not(shape, self._working_bytes(shape), more)
 
     def _working_bytes(self, shape: GraphShape) -> int:
         """What its logits take in memory that graphs share: in 16 bits, in float32, and as probabilities.
@@ -271,7 +261,7 @@ class GraphedForward:
         shapes = [GraphShape(rows, 1, kind) for rows in ROWS[: bisect_left(ROWS, max_rows) + 1]]
         for done, shape in enumerate(reversed(shapes)):
             told(done, len(shapes))
-            if not self._fits(shape):
+            if self._why_not(shape) is not None:
                 continue
             try:
                 self._body(*self._entry(shape))()
@@ -297,25 +287,19 @@ class GraphedForward:
         return entry, rows
 
     def _capture(self, shape: GraphShape) -> _Entry | None:
-        try:
+        def captured() -> tuple[_Entry, Captured]:
             entry, rows = self._entry(shape)
             entry.captured = self._driver.capture(self._body(entry, rows))
-        except (RuntimeError, MemoryError) as error:
-            kind = kind_of(error)
-            if kind == "lost":
-                raise
-            if kind == "own":
-                log.exception("steps of %s cannot be captured in a CUDA graph and run without", shape)
-                self._refused[shape] = "failed"
-                return None
-            log.warning("no memory to capture steps of %s, they run without: %s", shape, text_of(error))
-            recover(error, self._kv.device)  # for the step itself, that runs now
-            self._short_until_s = time.monotonic() + RETRY_S
+            return entry, entry.captured
+
+        name = f"steps of {shape}"
+        found = self.captures.attempt(shape, name, captured)
+        if found is None:
             return None
+        entry, graph = found
         self._entries[shape] = entry
-        self._taken += entry.captured.nbytes + entry.device.nbytes + entry.chosen.nbytes
-        self._most = max(self._most, self._working_bytes(shape))
-        log.info("captured steps of %s, graphs take %d MiB now", shape, self.nbytes >> 20)
+        nbytes = graph.nbytes + entry.device.nbytes + entry.chosen.nbytes
+        self.captures.add(name, nbytes, self._working_bytes(shape))
         return entry
 
     def _body(self, entry: _Entry, rows: Rows) -> Callable[[], None]:
@@ -347,7 +331,7 @@ class GraphedForward:
         """The first rows of memory that graphs share, which counts once it is there."""
         lacking = shared.lacking(count)
         taken = shared.first(count)
-        self._taken += lacking
+        self.captures.nbytes += lacking
         return taken
 
     def _fill(self, entry: _Entry, batch: Batch) -> None:

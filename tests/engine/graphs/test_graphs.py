@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.graphs import driver as edge
 from engine.graphs import switch
-from engine.graphs.forward import RETRY_S
+from engine.graphs.capturing import RETRY_S
 from engine.graphs.memory import SharedRows
 from engine.graphs.shapes import QUERIES, ROWS, GraphShape, shape_of
 from engine.ops.plain import PLAIN
@@ -336,7 +336,7 @@ def test_where_memory_runs_out_it_is_tried_again_later(
 ) -> None:
     """A12: the steps themselves run, are counted by that reason, and nothing is tried at each of them."""
     now = [100.0]
-    monkeypatch.setattr("engine.graphs.forward.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("engine.graphs.capturing.time.monotonic", lambda: now[0])
     fake.fails = error
     expected = expected_of("llama")
     engine = engine_with_graphs()
@@ -359,7 +359,7 @@ def test_memory_that_could_not_be_had_is_not_counted(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, shared: str
 ) -> None:
     """A12: else trying again and again would use up the budget, with nothing captured."""
-    monkeypatch.setattr("engine.graphs.forward.RETRY_S", 0.0)
+    monkeypatch.setattr("engine.graphs.capturing.RETRY_S", 0.0)
     expected, scarce = expected_of("llama"), [True]
     first = SharedRows.first
 
