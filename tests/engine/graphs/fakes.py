@@ -12,17 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionPlan, Rows
-from engine.attention.base import Ints, Needs, ToDevice
+from engine.attention import AttentionPlan, Rows, paged
+from engine.attention.base import AttentionBackend, Ints, Needs, ToDevice
 from engine.attention.naive import NaiveAttention
 from engine.draw import U64s, inverse_cdf, uniform
+from engine.graphs import driver as edge
+from engine.graphs import switch
 from engine.graphs.choosing import CHOICE_WORDS
 from engine.graphs.driver import Arrival
 from engine.kv_cache import KVCache
 from engine.layers.rope import RotaryTable, rotate_
 from engine.models.spec import ModelSpec
-from engine.ops.base import Ops, StoreStep
-from engine.ops.plain import PLAIN
+from engine.ops import choice
+from engine.ops.base import AddNorm, Gate, Ops, StoreQKV, StoreStep
+from engine.ops.plain import PLAIN, TorchAddNorm, TorchGate
 from engine.penalties import Occurrences, penalize
 from engine.sampling import GREEDY_BELOW
 from ipc.messages import Sampling, TokenLogprob
@@ -312,6 +315,50 @@ class TorchSampling(GreedySampling):
         values = torch.where(values > 0, values / repetition, values * repetition)
         off = frequency * count + torch.where(count > 0, presence, 0.0)
         scores[row_of, token_of] = values - off
+
+
+class Kernels:
+    """Where attention and fused parts come from on a device that has any."""
+
+    NAME = "captured"
+
+    def probe(self, *_: object) -> str | None:
+        return None
+
+    def make(self, device: torch.device) -> AttentionBackend:
+        return StaticAttention()
+
+    def add_norm(self) -> AddNorm:
+        return _Norm()
+
+    def store_qkv(self) -> StoreQKV:
+        return PaddedStore()
+
+    def gate(self) -> Gate:
+        return _Gate()
+
+
+class _Norm(TorchAddNorm):
+    name = "captured"
+
+
+class _Gate(TorchGate):
+    name = "captured"
+
+
+def put_kernels(patch: pytest.MonkeyPatch, driver: FakeDriver) -> None:
+    """Let knobs do what they do on a GPU: what takes the place of kernels are references that can be captured
+    and of the driver only what a GPU does is faked.
+    """
+    kernels = Kernels()
+    patch.setattr(paged, "source", lambda device: kernels)
+    patch.setattr(choice, "sources", lambda device: (kernels,))
+    patch.setattr(choice, "probe_sampling", lambda device: None)
+    patch.setattr(choice, "samples_by_triton", lambda device: True)
+    patch.setattr(choice, "TritonSampling", TorchSampling)
+    for module in (edge, switch):
+        patch.setattr(module, "probe", lambda device: None)
+    patch.setattr(switch, "make_driver", lambda device: driver)
 
 
 def agree(found: Sequence[TokenLogprob | None], wanted: Sequence[TokenLogprob | None]) -> None:

@@ -1,7 +1,6 @@
 """Knobs changed while a step is in flight that was launched ahead: nothing is lost, and texts are the same.
 
-Knobs do here what they do on a GPU. What takes the place of kernels are references that can be captured; of
-the driver only what a GPU does is faked.
+Knobs do here what they do on a GPU (`put_kernels`).
 """
 
 from __future__ import annotations
@@ -11,18 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from engine.attention import paged
-from engine.attention.base import AttentionBackend
-from engine.graphs import driver as edge
-from engine.graphs import switch
-from engine.ops import choice
-from engine.ops.base import AddNorm, Gate, StoreQKV
-from engine.ops.plain import TorchAddNorm, TorchGate
 from ipc.messages import KnobValue, Sampling, TokenLogprob
 from tests.engine.core_harness import Engine
-from tests.engine.graphs.fakes import FakeDriver, PaddedStore, StaticAttention, TorchSampling, agree
+from tests.engine.graphs.fakes import FakeDriver, agree, put_kernels
 from tests.engine.graphs.test_fed_texts import PENALIZED, WITH_LOGPROBS, alone, sampling
 from tests.engine.oracle import tiny
 
@@ -31,47 +22,10 @@ WHICH = (1, 2, 3)
 PLAIN = Sampling(max_tokens=COUNT, ignore_eos=True)
 
 
-class Kernels:
-    """Where attention and fused parts come from on a device that has any."""
-
-    NAME = "captured"
-
-    def probe(self, *_: object) -> str | None:
-        return None
-
-    def make(self, device: torch.device) -> AttentionBackend:
-        return StaticAttention()
-
-    def add_norm(self) -> AddNorm:
-        return _Norm()
-
-    def store_qkv(self) -> StoreQKV:
-        return PaddedStore()
-
-    def gate(self) -> Gate:
-        return _Gate()
-
-
-class _Norm(TorchAddNorm):
-    name = "captured"
-
-
-class _Gate(TorchGate):
-    name = "captured"
-
-
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     made = FakeDriver(lazy=True)
-    kernels = Kernels()
-    monkeypatch.setattr(paged, "source", lambda device: kernels)
-    monkeypatch.setattr(choice, "sources", lambda device: (kernels,))
-    monkeypatch.setattr(choice, "probe_sampling", lambda device: None)
-    monkeypatch.setattr(choice, "samples_by_triton", lambda device: True)
-    monkeypatch.setattr(choice, "TritonSampling", TorchSampling)
-    for module in (edge, switch):
-        monkeypatch.setattr(module, "probe", lambda device: None)
-    monkeypatch.setattr(switch, "make_driver", lambda device: made)
+    put_kernels(monkeypatch, made)
     yield made
     assert not made.pending, "launched, and nobody waited for it"
 
