@@ -109,7 +109,7 @@ class Batch:
     drafted.
     """
 
-    ids: Ints  # [tokens], 0 where the id is still pending
+    ids: Ints  # [tokens], 0 where the id is still pending, below 0 where the device alone knows it (`Draft`)
     positions: Ints  # [tokens]
     slots: Ints  # [tokens], where in the pool their keys and values go
     rows: Rows
@@ -140,6 +140,22 @@ class Batch:
             if has_penalty(row.sampling):
                 row.token_ids = request.token_ids[: row.num_tokens]
         self.requests = []
+
+    @property
+    def awaits_drafts(self) -> bool:
+        """Whether there are drafts that only the device knows yet."""
+        return any(draft.source is not None and not draft.source.taken for draft in self.drafts)
+
+    def take_drafts(self) -> None:
+        """Put drafted ids that are on their way from the device in their place. Waits for them."""
+        first = 0
+        for draft in self.drafts:
+            if draft.source is not None:
+                draft.source.take()
+                at = int(self.logit_tokens[first]) + 1
+                # What stands for no token (-1) is computed like any other, and never holds.
+                self.ids[at : at + len(draft)] = np.maximum(draft.token_ids, 0)
+            first += len(draft) + 1
 
     def text_of(self, i: int) -> Sequence[int]:
         """The known tokens of the request of ``sampled_rows[i]``; when filled, only of one with penalties."""

@@ -54,6 +54,7 @@ class Flight:
         batch, kv = self.prepared.batch, self.prepared.kv
         make_current(kv.device)
         tokens = self.chosen.read()
+        batch.take_drafts()
         began = time.perf_counter()
         out = StepOutput.of(self.prepared.num_entries)
         with torch.inference_mode():

@@ -19,8 +19,11 @@ taken blocks and seats.
 Nothing is staged behind a step with drafts, as nobody knows how many tokens it will bring, and on that
 depend the positions, the blocks and the contexts' lengths of the next one. And drafts are only put into a
 step that is staged while none is in flight, as they follow the newest token: those that are looked up need
-the text itself, which is on the host, and a draft model is asked there too, round by round, for as many
-tokens as what was accepted until then makes worth it.
+the text itself, which is on the host, and how many tokens a model drafts depends on what was accepted until
+then. Where tokens are chosen on the device a model's drafts are only launched (`StepPlan.launched`): round by
+round they feed each other, and the step that verifies them, so that the host waits once for all of it. What
+was drafted comes to it with what the step chose. A step that cannot be replayed with its choice is computed
+once the host has read its drafts.
 """
 
 from __future__ import annotations
@@ -323,6 +326,11 @@ class Pipeline:
 
     def _accept(self, step: Step, out: StepOutput) -> None:
         plan, clock = step.plan, step.clock
+        # The device drafted while the host went on: what it took beyond that is the draft's too, and hid what
+        # the host prepared meanwhile.
+        more = max(0, self._speculator.settle(plan) - clock.draft)
+        clock.draft += more
+        clock.hidden += min(more, clock.prepare)
         out.copied_blocks += plan.copied_blocks
         out.copy_s += plan.copy_s
         forward_ns = round(out.forward_s * 1e9)
@@ -375,6 +383,7 @@ class Pipeline:
             # With its device's context lost, or after a fault of its own, every later step would fail too.
             raise error or RuntimeError(f"step {step.number} was launched without having been prepared")
         plan = step.plan
+        self._speculator.settle(plan)
         self._runner.graphs.forget_texts()
         for row in plan.scheduled:
             row.request.num_pending = 0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine.request import Request
 from engine.speculation.base import NO_DRAFT, Draft
+
+if TYPE_CHECKING:
+    from engine.speculation.launched import LaunchedDrafts
 
 Arena = Literal["swap", "prefix"]
 Direction = Literal["out", "in"]
@@ -87,6 +90,7 @@ class StepPlan:
     host_hit_tokens: int = 0
     draft_requests: int = 0
     draft_tokens: int = 0
+    launched: LaunchedDrafts | None = None  # drafts whose ids are not on the host yet
     copied_blocks: int = 0
     copy_s: float = 0.0
     wake_ns: int | None = None

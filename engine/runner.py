@@ -7,7 +7,7 @@ before it is computed by another thread. `ModelRunner.compute` does the rest, on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from engine.batch import Batch, Plan, ScheduledRow
 from engine.choosing import choose_tokens, fail_nonfinite
 from engine.current_device import make_current
 from engine.flight import Flight
+from engine.graphs.drafting import GraphedRounds, RoundShape, RunsWith
 from engine.graphs.switch import Way
 from engine.kv_cache import KVCache
 from engine.native import forward_pass
@@ -65,6 +66,22 @@ class ModelRunner(RunningModel):
             took = time.perf_counter() - started
         return Prepared(batch, inputs, way, kv, len(scheduled), traffic, kernels, took)
 
+    def rounds_for(
+        self,
+        shapes: Collection[RoundShape],
+        outside: str,
+        runs_with: RunsWith,
+    ) -> GraphedRounds | None:
+        """What replays the rounds of the next step's drafts, if that can be. See `Graphs.rounds_for`."""
+        make_current(self.device)
+        target = self._attention, self._pool(), self._windowed, self.max_len
+        with torch.inference_mode():
+            return self.graphs.rounds_for(shapes, outside, runs_with, *target)
+
+    def drop_rounds(self) -> None:
+        """Forget the graphs of rounds: what they draft with goes."""
+        self.graphs.drop_rounds()
+
     def compute(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> StepOutput:
         """Copy blocks, compute the tokens, and choose the next one of each request that lacks no more.
 
@@ -80,12 +97,16 @@ class ModelRunner(RunningModel):
         out = StepOutput.of(prepared.num_entries)
         with torch.inference_mode():
             copying, forward, until_sampling = (Timer(self.device) for _ in range(3))
+            replay = prepared.way.replay
+            if replay is None or not replay.chooses:
+                self._read_drafts(batch)
             started = time.perf_counter()
             until_sampling.start()
             copied = self._host.run(copies, kv, copying) if copies else 0
             flight = self._launch_replay(prepared, copied, copying if copies else None)
             if flight is not None:
                 return flight.land()
+            self._read_drafts(batch)  # as it could not be replayed
             out.copied_blocks = copied
             self._note_missed(prepared)
             forward.start()
@@ -188,6 +209,12 @@ class ModelRunner(RunningModel):
         prepared.way = Way(direct=prepared.way.direct)
         prepared.inputs = self._inputs(prepared.batch, prepared.kv)
         prepared.kernels = self._step_kernels(len(prepared.batch.ids))
+
+    def _read_drafts(self, batch: Batch) -> None:
+        """Wait for drafts that were only launched, as their verification takes none from the device."""
+        if batch.awaits_drafts:
+            self.graphs.counts.drafts_read += 1
+            batch.take_drafts()
 
     def _note_missed(self, prepared: Prepared) -> None:
         """Count a step that is not replayed."""

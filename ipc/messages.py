@@ -398,6 +398,9 @@ class GraphUse(_Struct, frozen=True, kw_only=True):
     missed_n: Counts = {}  # steps by reason
     logits_n: Counts = {}  # replayed ones whose tokens were chosen outside the graph, by reason
     ahead_n: UInt = 0  # launched before the tokens of the step before were read, replayed or not
+    drafted_n: UInt = 0  # whose drafts a model made in replayed rounds that nobody waited for
+    drafts_missed_n: Counts = {}  # whose drafts a model made in rounds that the host read, by reason
+    drafts_read_n: UInt = 0  # of the first, those whose drafts the host had to read before it verified them
     graphs_n: UInt = 0  # that are held now
     graph_bytes: UInt = 0  # of device memory that they took
     budget_bytes: UInt = 0  # past which none is captured

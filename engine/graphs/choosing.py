@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.base import Ints
@@ -131,8 +132,8 @@ class GraphChooser:
         self.counts.launched()
 
     def feed(self, ids: Tensor, shape: GraphShape) -> Tensor:
-        """Ids of a step's tokens, those that are `awaited` replaced by the newest one of their slot."""
-        return self.newest.known(ids) if shape.feeds else ids
+        """Ids of a step's tokens, those that are `awaited` replaced by what the device has of their slot."""
+        return ids if shape.kind == "logits" else self.newest.known(ids)
 
     def choose(
         self,
@@ -172,6 +173,26 @@ class GraphChooser:
             result.top.write(own, ids)
         if shape.feeds:
             self.newest.put(slots, ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's tokens."""
+        return self._sampler.vocab_size
+
+    def propose(self, logits: Tensor, packed: Tensor, cells: Tensor) -> None:
+        """Choose what a model drafts, as the target chooses, and keep it in ``cells`` [rows] of `newest`.
+
+        logits: float32 [rows, the model's vocabulary], which are changed. packed: by `FusedSampling.pack`,
+        on the device. Launches only what depends on shapes.
+        """
+        more = self.vocab_size - logits.shape[1]
+        if more:
+            logits = F.pad(logits, (0, more), value=float("-inf"))  # or cut
+        if self._padded is not None:
+            logits.index_fill_(1, self._padded, float("-inf"))
+        ids = torch.empty_like(cells)
+        self.fused.choose_packed(logits, packed.view(CHOICE_WORDS, len(cells)), ids)
+        self.newest.put(cells, ids)
 
     def _hide_ends(self, logits: Tensor, words: Tensor, tokens: int) -> None:
         """Hide ends in place, by what `_fill_ends` wrote."""

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 from engine.out_of_memory import kind_of, text_of
 from engine.sampling import FusedSampling
+
+if TYPE_CHECKING:
+    from engine.graphs.drafting import GraphedRounds
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,9 @@ class GraphCounts:
     padded_tokens: int = 0  # of them, those computed for nobody
     logits: Counter[str] = field(default_factory=Counter)  # hits that ended with the logits, by reason
     ahead: int = 0  # launched behind a step whose tokens were not read yet, replayed or not
+    drafted: int = 0  # steps whose drafts were made in replayed rounds
+    drafts_missed: Counter[str] = field(default_factory=Counter)  # in rounds that the host read, why
+    drafts_read: int = 0  # of ``drafted``, those whose drafts the host had to read before they were verified
 
 
 BUFFERS = 2  # on the host: the next step may be launched before this one's results are read
@@ -115,6 +121,7 @@ class GraphedForward:
         self._direct = None if chooser is None else DirectForward(decoder, kv, driver, chooser)
         self._max_blocks = max_blocks
         self.captures = Captures(budget_bytes, kv.device)
+        self.rounds: GraphedRounds | None = None  # of what drafts for it
         self._entries: dict[GraphShape, _Entry] = {}
         self._logits, self._proposals = (SharedRows(spec.vocab_size, kv.device) for _ in range(2))
 
@@ -129,14 +136,19 @@ class GraphedForward:
         )
 
     @property
+    def chooser(self) -> GraphChooser | None:
+        """What chooses tokens, None where that is not done by kernels."""
+        return self._chooser
+
+    @property
     def nbytes(self) -> int:
         """Bytes of device memory that graphs and their static memory took. Any thread."""
         return self.captures.nbytes
 
     @property
     def num_graphs(self) -> int:
-        """Captured shapes."""
-        return len(self._entries)
+        """Captured shapes, those of rounds included."""
+        return len(self._entries) + (0 if self.rounds is None else self.rounds.num_graphs)
 
     def step_for(self, batch: Batch) -> tuple[GraphStep | str, DirectStep | None]:
         """How a step is to be replayed, or in a word why it has to run by itself; and how its tokens are
@@ -272,7 +284,7 @@ class GraphedForward:
 
     def _entry(self, shape: GraphShape) -> tuple[_Entry, Rows]:
         """Static memory for a shape, with nobody in it, and rows of that shape."""
-        rows = _empty_rows(shape, self._max_blocks, self._kv.block_size)
+        rows = empty_rows(shape.rows, shape.queries, self._max_blocks, self._kv.block_size)
         packed = self._attention.pack(rows, shape.rows, self._max_blocks)
         split = 3 * shape.tokens + (0 if self._chooser is None else self._chooser.num_words(shape))
         hosts, results = (
@@ -363,10 +375,10 @@ class GraphStep:
         return self.shape.kind != "logits"
 
 
-def _empty_rows(shape: GraphShape, width: int, block_size: int) -> Rows:
+def empty_rows(rows: int, queries: int, width: int, block_size: int) -> Rows:
     """Rows as full as a shape allows, of which only the shape counts."""
-    num_new = np.full(shape.rows, shape.queries)
-    starts = np.arange(shape.rows) * shape.queries
-    tables = np.zeros((shape.rows, width), dtype=np.int64)
-    single = shape.rows if shape.queries == 1 else 0
+    num_new = np.full(rows, queries)
+    starts = np.arange(rows) * queries
+    tables = np.zeros((rows, width), dtype=np.int64)
+    single = rows if queries == 1 else 0
     return Rows(starts, num_new, np.zeros_like(num_new), tables, single, block_size)

@@ -1,4 +1,6 @@
-"""The newest token of each slot, on the device: where the next step takes it before the host has read it."""
+"""The newest token of each slot, and what was drafted behind it, on the device: where whoever computes them
+takes them before the host has read them.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +8,47 @@ import torch
 from torch import Tensor
 
 from engine.knobs import MAX_SEQS
+from engine.speculation import MAX_DRAFT
 
 NOBODY = MAX_SEQS  # a slot that no request has: where what nobody asked for goes
+_SLOTS = NOBODY + 1
 
 
 class Newest:
-    """Tokens by slot, int64 on the device. What it launches depends on shapes alone."""
+    """Tokens by slot and place, int64 on the device. What it launches depends on shapes alone.
+
+    Place 0 is a slot's newest token, place n the n-th one that was drafted behind it since. -1 is no token:
+    whoever gets it fails, or it ends the draft that it is in, and what follows is of no use.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._ids = torch.zeros(NOBODY + 1, dtype=torch.int64, device=device)
+        self._ids = torch.zeros((MAX_DRAFT + 1) * _SLOTS, dtype=torch.int64, device=device)
 
     def known(self, ids: Tensor) -> Tensor:
-        """Ids of any shape, those that are `awaited` replaced by the newest one of their slot."""
-        newest = self._ids.index_select(0, (-1 - ids).clamp(min=0).view(-1)).view_as(ids)
-        return torch.where(ids < 0, newest, ids)
+        """Ids of any shape, those that are `awaited` replaced by what stands there, 0 for no token."""
+        there = self._ids.index_select(0, (-1 - ids).clamp(min=0).view(-1)).view_as(ids)
+        return torch.where(ids < 0, there, ids).clamp(min=0)
 
-    def put(self, slots: Tensor, ids: Tensor) -> None:
-        """Keep ids [tokens] as the newest of their slots.
+    def put(self, cells: Tensor, ids: Tensor) -> None:
+        """Keep ids [tokens] where their `cell_of` says; a slot is the cell of its newest token."""
+        self._ids.index_copy_(0, cells, ids)
 
-        -1 is no token: whoever gets that one fails, and what follows is of no use.
-        """
-        self._ids.index_copy_(0, slots, ids.clamp(min=0))
+    def drafted(self, rounds: int) -> Tensor:
+        """The tokens at places 1 to ``rounds`` of all slots: [rounds * slots], see `of_slot`."""
+        return self._ids[_SLOTS : (rounds + 1) * _SLOTS]
 
 
-def awaited(slot: int) -> int:
-    """What stands for the newest token of a slot where the host does not know it yet."""
-    return -1 - slot
+def cell_of(slot: int, place: int) -> int:
+    """Where in the table a slot's token at a place is kept."""
+    return place * _SLOTS + slot
+
+
+def awaited(slot: int, place: int = 0) -> int:
+    """What stands for a slot's token at a place where the host does not know it yet."""
+    return -1 - cell_of(slot, place)
+
+
+def of_slot(drafted: Tensor, slot: int, count: int) -> list[int]:
+    """The first ``count`` tokens drafted for a slot, of what `Newest.drafted` gave, on the host."""
+    ids: list[int] = drafted.view(-1, _SLOTS)[:count, slot].tolist()
+    return ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from engine.attention.base import AttentionBackend
 from engine.batch import Batch
 from engine.graphs.choosing import GraphChooser
 from engine.graphs.direct import DirectStep
+from engine.graphs.drafting import GraphedRounds, RoundShape, RunsWith
 from engine.graphs.driver import Driver, make_driver, probe
 from engine.graphs.forward import Capturable, GraphCounts, GraphedForward, GraphStep
 from engine.kv_cache import KVCache
@@ -101,6 +102,9 @@ class Graphs:
             missed_n=dict(counts.misses),
             logits_n=dict(counts.logits),
             ahead_n=counts.ahead,
+            drafted_n=counts.drafted,
+            drafts_missed_n=dict(counts.drafts_missed),
+            drafts_read_n=counts.drafts_read,
             graphs_n=0 if forward is None else forward.num_graphs,
             graph_bytes=0 if forward is None else forward.nbytes,
             budget_bytes=BUDGET_BYTES,
@@ -120,6 +124,39 @@ class Graphs:
             return Way(missed=forward)
         found, direct = forward.step_for(batch)
         return Way(None, found, direct) if isinstance(found, str) else Way(found, "", direct)
+
+    def rounds_for(
+        self,
+        shapes: Collection[RoundShape],
+        outside: str,
+        runs_with: RunsWith,
+        attention: AttentionBackend,
+        kv: KVCache,
+        spec: ModelSpec,
+        max_len: int,
+    ) -> GraphedRounds | None:
+        """What replays the rounds of a step's drafts, in all of these shapes; None, and counted by the
+        reason, if that cannot be.
+
+        outside: in a word why what is drafted needs the host, "" if it does not. The rest: see `step_for`.
+        """
+        if self._driver is None:
+            return None
+        rounds: GraphedRounds | str = outside
+        if not outside:
+            rounds = self._rounds(runs_with, attention, kv, spec, max_len)
+        why = rounds if isinstance(rounds, str) else rounds.why_not(shapes)
+        if why or isinstance(rounds, str):
+            self.counts.drafts_missed[why] += 1
+            return None
+        self.counts.drafted += 1
+        return rounds
+
+    def drop_rounds(self) -> None:
+        """Forget the graphs of rounds."""
+        if self._forward is not None and self._forward.rounds is not None:
+            self._forward.rounds.drop()
+            self._forward.rounds = None
 
     def warm_up(
         self,
@@ -145,7 +182,7 @@ class Graphs:
         forward, fused, timed = self._forward, self._sampler.fused, self._decoder.timer is not None
         if forward is not None and not timed and forward.holds_for(attention, kv, spec, fused):
             return forward
-        why = self._why_not(attention)
+        why = _why_not(self._decoder, attention)
         if why or not isinstance(attention, Capturable):
             return why
         chooser = None
@@ -157,11 +194,40 @@ class Graphs:
         )  # fmt: skip
         return self._forward
 
-    def _why_not(self, attention: AttentionBackend) -> str:
-        """Which part of the decoder cannot be captured as it is, "" if all can."""
-        if self._decoder.timer is not None:
-            return "forward_timing"  # its marks mean something only where they are launched one by one
-        if not isinstance(attention, Capturable):
-            return "attention"
-        without_padding = PLAIN.store.name, compiled_ops.NAME
-        return "rope_kv" if self._decoder.ops.store.name in without_padding else ""
+    def _rounds(
+        self,
+        runs_with: RunsWith,
+        attention: AttentionBackend,
+        kv: KVCache,
+        spec: ModelSpec,
+        max_len: int,
+    ) -> GraphedRounds | str:
+        """What replays rounds of a drafter as it is now, or in a word why none can be."""
+        assert self._driver is not None
+        forward = self._forward_for(attention, kv, spec, max_len)
+        if isinstance(forward, str):
+            return forward
+        if forward.chooser is None:
+            return "fused_sampling"
+        if forward.rounds is not None and forward.rounds.holds_for(*runs_with):
+            return forward.rounds
+        decoder, backend, pool, windowed = runs_with
+        why = _why_not(decoder, backend)
+        if why or not isinstance(backend, Capturable):
+            return why
+        self.drop_rounds()
+        forward.rounds = GraphedRounds(
+            decoder, backend, pool, windowed, self._driver, forward.chooser, forward.captures,
+            max_blocks=-(-max_len // kv.block_size),
+        )  # fmt: skip
+        return forward.rounds
+
+
+def _why_not(decoder: Decoder, attention: AttentionBackend) -> str:
+    """Which part of a decoder cannot be captured as it is, "" if all can."""
+    if decoder.timer is not None:
+        return "forward_timing"  # its marks mean something only where they are launched one by one
+    if not isinstance(attention, Capturable):
+        return "attention"
+    without_padding = PLAIN.store.name, compiled_ops.NAME
+    return "rope_kv" if decoder.ops.store.name in without_padding else ""

@@ -22,10 +22,25 @@ RESIDUAL = ACCEPT + 1
 PROPOSE = ACCEPT + 2
 
 
+class DraftSource(Protocol):
+    """Where drafted tokens come from that the host does not know at first."""
+
+    @property
+    def taken(self) -> bool:
+        """Whether it knows them by now."""
+        ...
+
+    def take(self) -> None:
+        """Put them into the drafts that they belong to, once. Waits for them. Any thread."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Tokens proposed to follow a request's newest one.
 
+    ``source``: of those whose ids the device alone knows. Until `DraftSource.take` each is below 0, and says
+    where on the device it is (`engine.graphs.newest.awaited`); after it, -1 is none, which never holds.
     probs: float32 [tokens, vocab_size], row i the distribution that token i was drawn from. None where tokens
     were not drawn from one that is known: the target's own choice at each place is compared with the draft
     then, so that not only the distribution but the text itself is that without drafts (see `verify`).
@@ -33,14 +48,16 @@ class Draft:
 
     token_ids: list[int] = field(default_factory=list)
     probs: Tensor | None = None
+    source: DraftSource | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def first(self, count: int) -> Draft:
-        """The draft cut to its first ``count`` tokens."""
+        """The draft cut to its first ``count`` tokens, which the host knows."""
         if count >= len(self.token_ids):
             return self
+        assert self.source is None
         return Draft(self.token_ids[:count], None if self.probs is None else self.probs[:count])
 
 

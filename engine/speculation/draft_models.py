@@ -218,8 +218,9 @@ class DraftModels:
         if weights.decoder is None:
             decoder = runner.decoder.sharing(weights.linears)
             drafter = SelfDrafter(
-                decoder, runner.windowed, runner.kv, lambda: runner.attention, sampler, runner.to_device
-            )
+                decoder, runner.windowed, runner.kv, lambda: runner.attention, sampler, runner.to_device,
+                runner,
+            )  # fmt: skip
         else:
             decoder, spec = weights.decoder, self._windowed()
             pool = KVCache.allocate(
@@ -233,7 +234,7 @@ class DraftModels:
             max_len = min(spec.max_model_len, self._max_model_len)
             drafter = ModelDrafter(
                 decoder, spec, pool, lambda: attention.beside(runner.attention_name), sampler,
-                runner.to_device, max_len=max_len,
+                runner.to_device, max_len=max_len, graphs=runner,
             )  # fmt: skip
         self._drafter = weakref.ref(drafter)
         log.info(

@@ -20,7 +20,7 @@ from engine.models.spec import ModelSpec
 from engine.speculation.base import MAX_DRAFT, NO_DRAFT, Draft
 from engine.speculation.mirror import Mirror
 from engine.speculation.proposals import ProposalSampler
-from engine.speculation.rounds import RoundDrafter, Work, settings
+from engine.speculation.rounds import ReplaysRounds, RoundDrafter, Work, settings
 from ipc.messages import Sampling
 
 CATCH_UP = 256  # tokens that one call computes at most beside those of drafts, over all requests
@@ -48,8 +48,9 @@ class ModelDrafter(RoundDrafter):
         *,
         max_len: int,
         catch_up: int = CATCH_UP,
+        graphs: ReplaysRounds | None = None,
     ) -> None:
-        super().__init__(decoder, spec, kv, attention, sampler, to_device)
+        super().__init__(decoder, spec, kv, attention, sampler, to_device, graphs)
         self._max_len = max_len
         self._catch_up = catch_up
         self._mirrors: dict[int, Mirror] = {}
@@ -61,13 +62,15 @@ class ModelDrafter(RoundDrafter):
 
     def close(self) -> None:
         """Give its pool back, whoever may still know of it. It must not be asked any more."""
+        super().close()
         self._kv.k.clear()
         self._kv.v.clear()
 
     def propose(self, requests: Sequence[RowRequest], k: Sequence[int]) -> list[Draft]:
         """See `Drafter`. A request's blocks must cover its tokens and its draft, but the last of it.
 
-        Raises `DraftFailed` for logits that are not finite, and what a forward pass raises.
+        Raises `DraftFailed` for logits that are not finite, unless the drafts come with a source which is yet
+        to be asked, and what a forward pass raises.
         """
         drafts = [NO_DRAFT] * len(requests)
         work: list[Work] = []
@@ -89,7 +92,7 @@ class ModelDrafter(RoundDrafter):
             elif mirror.num_new:
                 behind.append(mirror)
         self.caught_up = self._catch_up - budget
-        self._draft(work, behind)
+        self._make(work, behind)
         for each in work:
             drafts[each.at] = each.draft
         return drafts

@@ -1,10 +1,17 @@
-"""Drafts made by a decoder, one token of each draft in a round over all requests of the batch."""
+"""Drafts made by a decoder, one token of each draft in a round over all requests of the batch.
+
+Where the target's tokens are chosen in graphs, the rounds are replayed from graphs too, and feed each other
+and the verification: the host knows how many tokens there are, and reads them when the step has been verified
+(`engine.speculation.launched`). Everywhere else it reads the tokens of each round before it begins the next.
+Both choose the same tokens.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 import torch
@@ -12,14 +19,21 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, ToDevice
 from engine.batch import BatchBuilder, RowRequest, TextRow
+from engine.graphs.drafting import MOST_QUERIES, GraphedRounds, RoundShape, RunsWith
+from engine.graphs.newest import awaited
+from engine.graphs.shapes import ROWS
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 from engine.native import forward_pass
 from engine.ops.choice import FUSED, SAMPLING, make_ops, make_sampling, probe
-from engine.speculation.base import Draft
+from engine.penalties import has_penalty
+from engine.sampling import is_greedy, is_short
+from engine.speculation.base import Draft, DraftSource
+from engine.speculation.launched import LaunchedDrafts
 from engine.speculation.proposals import ProposalSampler
 from engine.speculation.rows import DraftRow
+from engine.timing import Timer
 from ipc.messages import Sampling
 
 
@@ -33,17 +47,36 @@ class Work:
     count: int
     token_ids: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
+    source: DraftSource | None = None
 
     @property
     def draft(self) -> Draft:
-        return Draft(self.token_ids, torch.stack(self.probs) if self.probs else None)
+        return Draft(self.token_ids, torch.stack(self.probs) if self.probs else None, self.source)
+
+
+class ReplaysRounds(Protocol):
+    """Who knows whether rounds are replayed from graphs, `engine.runner.ModelRunner` in the engine."""
+
+    def rounds_for(
+        self,
+        shapes: Collection[RoundShape],
+        outside: str,
+        runs_with: RunsWith,
+    ) -> GraphedRounds | None:
+        """See `engine.graphs.switch.Graphs.rounds_for`."""
+        ...
+
+    def drop_rounds(self) -> None:
+        """Forget the graphs of rounds."""
+        ...
 
 
 class RoundDrafter(ABC):
     """What drafters with a decoder share. The step thread owns it; no step may be computed meanwhile.
 
     ``spec``: of what drafts, with the attention windows that it runs with, none larger than the target's.
-    ``kv``: the pool that it writes to. ``attention`` gives the backend to run with.
+    ``kv``: the pool that it writes to. ``attention`` gives the backend to run with. ``graphs``: whose graphs
+    of rounds it may use, if any.
     ``drawn``: drafts of requests that are not greedy are drawn freely and come with their probabilities.
     """
 
@@ -58,6 +91,7 @@ class RoundDrafter(ABC):
         attention: Callable[[], AttentionBackend],
         sampler: ProposalSampler,
         to_device: ToDevice,
+        graphs: ReplaysRounds | None = None,
     ) -> None:
         self.drawn = False
         self.caught_up = 0
@@ -68,6 +102,8 @@ class RoundDrafter(ABC):
         self._attention = attention
         self._sampler = sampler
         self._to_device = to_device
+        self._graphs = graphs
+        self._fused: Mapping[str, bool] | None = None
         windows = [window for window in spec.layer_windows if window is not None]
         self._window = max(windows) if len(windows) == spec.num_layers else None
         self._builder = BatchBuilder(kv.block_size, kv.num_blocks, self._window)
@@ -94,6 +130,9 @@ class RoundDrafter(ABC):
         """Fuse sampling, and those parts of the decoder (`engine.ops.choice.FUSED`) that can serve it: what
         is asked for is meant for the target, whose sizes may be others.
         """
+        if wanted == self._fused:  # what was captured with the parts that there are stays good
+            return
+        self._fused = dict(wanted)
         decoder = self._decoder
         where = decoder.spec, decoder.device, decoder.activation_dtype
         can = {knob: wanted[knob] and probe(knob, *where) is None for knob in FUSED}
@@ -101,12 +140,82 @@ class RoundDrafter(ABC):
         self._sampler.fused = make_sampling(wanted[SAMPLING], decoder.device)
 
     @property
-    def runs_with(self) -> tuple[Decoder, AttentionBackend, KVCache, ModelSpec]:
+    def runs_with(self) -> RunsWith:
         """What its forward passes are computed by, over which pool, and the model with its windows."""
         return self._decoder, self._attention(), self._kv, self._spec
 
-    def close(self) -> None:  # noqa: B027 - one without a pool of its own has nothing to give back
+    def close(self) -> None:
         """Give back what it holds, whoever may still know of it. It must not be asked any more."""
+        if self._graphs is not None:
+            self._graphs.drop_rounds()
+
+    def _make(self, work: Sequence[Work], behind: Sequence[TextRow] = ()) -> None:
+        """Let every request have its draft, by rounds that are replayed if they can be: see `_draft`."""
+        if not work or not self._launch(work, behind):
+            self._draft(work, behind)
+
+    def _launch(self, work: Sequence[Work], behind: Sequence[TextRow]) -> bool:
+        """Launch the rounds of all drafts, one after the other, and read nothing. Whether that could be."""
+        if self._graphs is None:
+            return False
+        longest = max(each.count for each in work)
+        far = [each.row for each in work if each.row.num_new > MOST_QUERIES]
+        queries = max(1 if each.row.num_new > MOST_QUERIES else each.row.num_new for each in work)
+        first, later = (RoundShape.of(len(work), count) for count in (queries, 1))
+        rounds = self._graphs.rounds_for({first, later}, self._outside(work), self.runs_with)
+        if rounds is None:
+            return False
+        clean, span = self._cleaner(work), Timer(self._decoder.device)
+        with torch.inference_mode():
+            span.start()
+            self._bring_up(rounds, far, behind)
+            for place in range(1, longest + 1):
+                going = [each for each in work if each.count >= place]
+                batch = self._builder.build([each.row for each in going])
+                rows = [_place_of(going[i]) for i in batch.sampled]
+                rounds.launch(first if place == 1 else later, batch, rows, place)
+                for each in going:
+                    each.row.num_computed += each.row.num_new
+                    _add(each, awaited(each.row.slot, place))
+            arrival, host = rounds.fetch(longest)
+            span.stop()
+        source = LaunchedDrafts(work, arrival, host, span, clean, caught_up=bool(self.caught_up))
+        for each in work:
+            each.source = source
+        return True
+
+    def _outside(self, work: Sequence[Work]) -> str:
+        """In a word why their drafts are not made inside graphs, "" if they are."""
+        if len(work) > ROWS[-1]:
+            return "large"
+        for each in work:
+            sampling = each.row.sampling
+            if has_penalty(sampling):
+                return "penalties"
+            if is_short(each.request):
+                return "min_tokens"
+            if self.drawn and not is_greedy(sampling):
+                return "rejection"
+        return ""
+
+    def _bring_up(self, rounds: GraphedRounds, far: Sequence[TextRow], behind: Sequence[TextRow]) -> None:
+        """Launch all that is to be computed of requests that are ``behind``, and of those ``far`` behind all
+        but the newest token.
+        """
+        rows = [*far, *behind]
+        for row in far:
+            row.num_new -= 1
+        if rows:
+            forward, _ = self._prepared(rows)
+            rounds.compute(forward)
+        for row in rows:
+            row.num_computed += row.num_new
+        for row in far:
+            row.num_new = 1
+
+    def _cleaner(self, work: Sequence[Work]) -> Callable[[], None]:
+        """What replaces what is not finite, if others may get it, of all that will be written for them."""
+        return lambda: None
 
     def _draft(self, work: Sequence[Work], behind: Sequence[TextRow] = ()) -> None:
         """Compute rounds until every request has its draft; those ``behind`` take part in the first.
@@ -127,38 +236,53 @@ class RoundDrafter(ABC):
 
     def _forward(self, rows: Sequence[TextRow]) -> tuple[Tensor, list[int]]:
         """Logits of the rows whose last token is computed, and which these are."""
+        forward, order = self._prepared(rows)
+        return forward(), order
+
+    def _prepared(self, rows: Sequence[TextRow]) -> tuple[Callable[[], Tensor], list[int]]:
+        """What `_forward` launches, and the rows that it gives logits of."""
         batch = self._builder.build(rows)
         batch.fill()
         attention = self._attention().plan(batch.rows, self._kv, self._spec, self._to_device)
         ids, positions, slots, wanted = map(
             self._to_device, (batch.ids, batch.positions, batch.slots, batch.logit_tokens)
         )
-        with forward_pass():
-            logits = self._decoder.forward(ids, positions, slots, attention, self._kv, wanted)
-        return logits, batch.sampled
+
+        def forward() -> Tensor:
+            with forward_pass():
+                return self._decoder.forward(ids, positions, slots, attention, self._kv, wanted)
+
+        return forward, batch.sampled
 
     def _choose(self, logits: Tensor, work: Sequence[Work]) -> None:
         """Add the next token to each draft, and to what is to be computed next."""
-        rows = [
-            DraftRow(
-                each.request.rid,
-                each.request.slot,
-                each.row.sampling,
-                each.request.seed,
-                each.request.num_prompt,
-                each.request.num_tokens + len(each.token_ids),
-                each.request.token_ids,
-                each.token_ids,
-            )
-            for each in work
-        ]
-        ids, probs = self._sampler.propose(logits, rows, drawn=self.drawn)
+        ids, probs = self._sampler.propose(logits, list(map(_place_of, work)), drawn=self.drawn)
         for each, token, distribution in zip(work, ids, probs, strict=True):
-            each.token_ids.append(token)
-            each.row.token_ids.append(token)
-            each.row.num_new = 1
+            _add(each, token)
             if distribution is not None:
                 each.probs.append(distribution)
+
+
+def _place_of(work: Work) -> DraftRow:
+    """A request as the next token of its draft is chosen for it."""
+    request = work.request
+    return DraftRow(
+        request.rid,
+        request.slot,
+        work.row.sampling,
+        request.seed,
+        request.num_prompt,
+        request.num_tokens + len(work.token_ids),
+        request.token_ids,
+        work.token_ids,
+    )
+
+
+def _add(work: Work, token: int) -> None:
+    """A draft has its next token, which is what is to be computed next."""
+    work.token_ids.append(token)
+    work.row.token_ids.append(token)
+    work.row.num_new = 1
 
 
 def settings(sampling: Sampling) -> Sampling:

@@ -9,7 +9,7 @@ as those of rejected drafts do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.batch import RowRequest, TextRow
 from engine.speculation.base import NO_DRAFT, Draft
@@ -24,9 +24,10 @@ class SelfDrafter(RoundDrafter):
     def propose(self, requests: Sequence[RowRequest], k: Sequence[int]) -> list[Draft]:
         """See `Drafter`. All tokens but the newest must be computed, and blocks cover those of the draft.
 
-        Raises `DraftFailed` for logits that are not finite, and what a forward pass raises. What is not
-        finite in the blocks that it wrote to is replaced by zeros then, as these may go to others; what the
-        target computed before, and others may share, is the target's to judge.
+        Raises `DraftFailed` for logits that are not finite, unless the drafts come with a source which is yet
+        to be asked, and what a forward pass raises. What is not finite in the blocks that it wrote to is
+        replaced by zeros then, as these may go to others; what the target computed before, and others may
+        share, is the target's to judge.
         """
         drafts = [NO_DRAFT] * len(requests)
         work = [
@@ -34,16 +35,25 @@ class SelfDrafter(RoundDrafter):
             for i, (request, count) in enumerate(zip(requests, k, strict=True))
             if count
         ]
+        clean = self._cleaner(work)
         try:
-            self._draft(work)
+            self._make(work)
         except Exception:
-            for each in work:
-                written = each.row.block_table[(each.request.num_tokens - 1) // self._kv.block_size :]
-                self._kv.scrub(written)
+            clean()
             raise
         for each in work:
             drafts[each.at] = each.draft
         return drafts
+
+    def _cleaner(self, work: Sequence[Work]) -> Callable[[], None]:
+        size = self._kv.block_size
+        written = [each.row.block_table[(each.request.num_tokens - 1) // size :] for each in work]
+
+        def clean() -> None:
+            for blocks in written:
+                self._kv.scrub(blocks)
+
+        return clean
 
     def clear(self) -> None:
         """Nothing is remembered but by the slots that `release` forgets."""

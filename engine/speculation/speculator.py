@@ -16,6 +16,7 @@ from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.speculation.adaptive import AdaptiveDrafts
 from engine.speculation.base import Draft, Drafter
+from engine.speculation.launched import LaunchedDrafts
 from engine.speculation.limits import cut_draft, draft_room, share
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.proposals import DraftFailed
@@ -110,7 +111,10 @@ class Speculator:
         return self._adaptive.num_requests
 
     def draft(self, plan: StepPlan, scheduler: Scheduler, clock_ns: Callable[[], int]) -> int:
-        """Add drafts to a plan whose requests' newest tokens are known. Returns the nanoseconds it took."""
+        """Add drafts to a plan whose requests' newest tokens are known. Returns the nanoseconds it took.
+
+        Of drafts that were only launched then (``plan.launched``) `settle` tells the rest.
+        """
         if self._drafter is None or not plan.decode_requests:
             return 0
         budget = scheduler.knobs.max_num_batched_tokens - plan.num_tokens
@@ -143,6 +147,21 @@ class Speculator:
         self._count_quiet()
         if self._is_adaptive:
             self._adaptive.pass_over([row.request.rid for row in _decoding(plan)])
+
+    def settle(self, plan: StepPlan) -> int:
+        """A step is done, and so are drafts that were launched for it: take them. The nanoseconds it took."""
+        launched, plan.launched = plan.launched, None
+        if launched is None:
+            return 0
+        launched.take()
+        try:
+            launched.check()
+        except DraftFailed as error:
+            self._give_up(error)
+        seconds = launched.seconds
+        if self._is_adaptive and not launched.caught_up:
+            self._adaptive.observe_drafting(launched.longest, seconds)
+        return round(seconds * 1e9)
 
     def learn(self, plan: StepPlan, out: StepOutput) -> None:
         """A step was computed."""
@@ -212,9 +231,14 @@ class Speculator:
             self._give_up(error)
             return 0
         for (row, _), draft, room in zip(asked, drafts, rooms, strict=True):
-            row.draft = cut_draft(draft, room, row.request.stop_ids, self._vocab_size)
+            if isinstance(draft.source, LaunchedDrafts):  # nobody knows yet what is in it
+                row.draft, plan.launched = draft, draft.source
+            else:
+                row.draft = cut_draft(draft, room, row.request.stop_ids, self._vocab_size)
             plan.draft_tokens += len(row.draft)
             plan.draft_requests += bool(row.draft)
+        if plan.launched is not None:
+            return 0  # see `settle`
         caught_up = drafter.caught_up if isinstance(drafter, RoundDrafter) else 0
         return 0 if caught_up else max(map(len, drafts))
 

@@ -90,13 +90,13 @@ def test_no_token_is_wrong_lost_or_doubled(
             prefix_cache=prefix_cache, prefill_chunk_tokens=chunk, max_num_batched_tokens=max(chunk, 64),
         )  # fmt: skip
         try:
-            _check(engine, happens)
+            check(engine, happens)
         finally:
             engine.core.pipeline.stop()
         assert driver.most_awaited <= 2
 
 
-def _check(engine: Engine, happens: list[tuple[str, int, int]]) -> None:
+def check(engine: Engine, happens: list[tuple[str, int, int]]) -> None:
     core = engine.core
     sent: dict[int, tuple[int, int]] = {}
     gone: set[int] = set()

@@ -15,12 +15,15 @@ from engine.batch import Batch, BatchBuilder, SampledRow
 from engine.graphs import counting, switch
 from engine.graphs.choosing import ENDS, GraphChooser
 from engine.graphs.memory import Result
+from engine.graphs.newest import NOBODY, cell_of, of_slot
 from engine.graphs.shapes import GraphShape
 from engine.ops.triton_sampling import TritonSampling
 from engine.plan import ScheduledRequest
 from engine.request import Request
 from engine.sampling import Sampled, as_sampled
 from engine.speculation.base import NO_DRAFT, Draft
+from engine.speculation.proposals import ProposalSampler
+from engine.speculation.rows import DraftRow
 from engine.speculation.verify import DraftSampler
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine
@@ -113,6 +116,33 @@ def test_every_setting_gives_what_it_gives_outside(kind: str) -> None:
     assert inside == outside.token_ids
     assert inside[-2:] == [None, None]
     assert len(set(inside)) > 3
+
+
+@pytest.mark.parametrize("vocabulary", [VOCAB, VOCAB - 20, VOCAB + 20])
+def test_a_model_drafts_inside_what_it_drafts_outside(vocabulary: int) -> None:
+    """A07, A15: of as many tokens as the target has, fewer or more, never one that no token belongs to; -1
+    where its logits are not finite. Rows to spare reach nobody."""
+    rows = [DraftRow(i, i, each, 7 + i, 2, 30 + i, []) for i, each in enumerate(PLAIN)]
+    scores = torch.randn(8, vocabulary, generator=torch.Generator().manual_seed(4)) * 3
+    padded, made = torch.tensor([8, int(scores[0, :VOCAB].argmax())]), sampler()
+    assert made.fused is not None
+    chooser = GraphChooser(made, made.fused, padded, CPU)
+    proposals = ProposalSampler(VOCAB, frozenset({3}), CPU, padded)
+    proposals.fused = made.fused
+    wants, _ = proposals.propose(scores[: len(rows)].clone(), rows, drawn=False)
+    seeds, positions = (np.array([getattr(r, at) for r in rows], np.uint64) for at in ("seed", "num_tokens"))
+    packed = torch.from_numpy(made.fused.pack(PLAIN, seeds, positions, 8).reshape(-1))
+    cells = torch.tensor([cell_of(row.slot, 2) for row in rows] + [NOBODY] * (8 - len(rows)))
+    for bad in (False, True):
+        if bad:
+            scores[1, 40] = float("nan")
+            wants[1] = -1
+        chooser.propose(scores.clone(), packed, cells)
+        drafted = chooser.newest.drafted(2)
+        assert [of_slot(drafted, row.slot, 2)[1] for row in rows] == wants
+        assert of_slot(drafted, len(rows), 2) == [0, 0]
+    assert not {8, int(padded[1])} & set(wants)
+    assert len(set(wants)) > 2
 
 
 @pytest.mark.parametrize("setting", [SETTINGS[1], Sampling(temperature=0.0, min_tokens=9)])
