@@ -31,7 +31,17 @@ OUTSIDE = {
     "lists": N_("no memory to count tokens in"),
     "min_tokens": N_("too many ends to hide"),
 }
-MISSES, OUTSIDES = 4, 2  # reasons shown, most frequent first
+BY_HOST = {
+    "penalties": N_("penalties"),
+    "min_tokens": N_("answers that must not end yet"),
+    "rejection": N_("drafts drawn by chance"),
+    **{
+        why: REASONS[why]
+        for why in ("large", "budget", "memory", "failed", "forward_timing", "attention", "rope_kv")
+    },
+    "fused_sampling": OUTSIDE["fused_sampling"],
+}
+MISSES, OUTSIDES, BY_HOSTS = 4, 2, 2  # reasons shown, most frequent first
 
 
 class GraphFacts(QWidget):
@@ -41,6 +51,7 @@ class GraphFacts(QWidget):
         super().__init__()
         by_itself = tr("Steps that were not replayed, by what stood against it.")
         outside = tr("Replayed steps whose tokens were not chosen inside the graph, by the reason.")
+        by_host = tr("Steps whose drafts were read round by round while they were made, by the reason.")
         self.facts = Facts([
             FactSpec(
                 "replayed", tr("replayed"), tr("Steps replayed from a graph, and their share of all steps.")
@@ -54,6 +65,21 @@ class GraphFacts(QWidget):
             ),
             *(FactSpec(f"missed {i}", tr("by itself"), by_itself) for i in range(MISSES)),
             *(FactSpec(f"outside {i}", tr("chosen outside"), outside) for i in range(OUTSIDES)),
+            FactSpec(
+                "drafted", tr("drafted"),
+                tr(
+                    "Steps whose drafts a model made in replayed rounds that nobody waited for, and their "
+                    "share of all steps that a model drafted for."
+                ),
+            ),
+            *(FactSpec(f"by host {i}", tr("drafted with waits"), by_host) for i in range(BY_HOSTS)),
+            FactSpec(
+                "read", tr("drafts read first"),
+                tr(
+                    "Of them, steps whose drafts had to be read before they were verified, as these steps "
+                    "were not replayed."
+                ),
+            ),
             FactSpec(
                 "padding", tr("padding"),
                 tr("The share of the tokens of replayed steps that nobody had: they only filled a shape up."),
@@ -78,6 +104,12 @@ class GraphFacts(QWidget):
         facts.show_fact("ahead", _share(use.ahead_n, steps) if use.ahead_n else "", str(count(use.ahead_n)))
         self._show_reasons("missed", MISSES, use.missed_n, REASONS, steps)
         self._show_reasons("outside", OUTSIDES, use.logits_n, OUTSIDE, use.replayed_n)
+        drafted = use.drafted_n + sum(use.drafts_missed_n.values())
+        there = _share(use.drafted_n, drafted) if use.drafted_n else ""
+        facts.show_fact("drafted", there, str(count(use.drafted_n)))
+        self._show_reasons("by host", BY_HOSTS, use.drafts_missed_n, BY_HOST, drafted)
+        read = _share(use.drafts_read_n, use.drafted_n) if use.drafts_read_n else ""
+        facts.show_fact("read", read, str(count(use.drafts_read_n)))
         facts.show_fact("padding", _share(use.padded_tok, use.replayed_tok))
         size = tr("{size} of {whole}").format(size=data(use.graph_bytes), whole=data(use.budget_bytes))
         facts.show_fact("graphs", str(count(use.graphs_n)), size)
