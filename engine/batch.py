@@ -10,8 +10,8 @@ own: nothing in it changes when requests or slots do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,8 @@ class RowRequest(SampledRequest, Protocol):
     def num_computed(self) -> int: ...
     @property
     def num_known(self) -> int: ...  # num_tokens, and the pending one if there is one
+    @property
+    def num_maybe(self) -> int: ...  # drafted tokens that may come with the pending one, before it
     @property
     def block_table(self) -> list[int]: ...  # NO_BLOCK where a leading block has left every window
 
@@ -72,6 +74,7 @@ class TextRow:
         return len(self.token_ids)
 
     num_prompt = num_known = num_tokens
+    num_maybe = 0
 
 
 class Plan(Protocol):
@@ -85,7 +88,8 @@ class Plan(Protocol):
 class SampledRow:
     """What the sampler reads of a request, as it is when its step is launched.
 
-    ``token_ids`` is only filled for a request with penalties, which count them.
+    ``token_ids`` is only filled for a request with penalties, which count them. Where a step is staged behind
+    one with drafts, up to ``num_maybe`` tokens more may be there by then.
     """
 
     rid: int
@@ -96,6 +100,7 @@ class SampledRow:
     num_tokens: int
     token_ids: list[int] = field(default_factory=list)
     drafted: Sequence[int] = ()
+    num_maybe: int = 0
 
 
 @dataclass(slots=True)
@@ -107,6 +112,9 @@ class Batch:
     draft has tokens, and one; ``logit_tokens`` are the tokens of the step whose logits they are.
     ``order[r]`` is the entry of the plan that row r belongs to, ``drafted[r]`` how many of its tokens are
     drafted.
+
+    A row whose pending token follows a draft is built as if nothing of that held: it may come to lie further,
+    by up to ``reach[r]`` positions in its blocks, or else its request has ended.
     """
 
     ids: Ints  # [tokens], 0 where the id is still pending, below 0 where the device alone knows it (`Draft`)
@@ -121,6 +129,7 @@ class Batch:
     logit_tokens: Ints
     requests: list[RowRequest]  # of the entries of ``sampled``
     pending: list[tuple[int, RowRequest, int]]  # place in ids, whose token, and which of its tokens
+    reach: Ints  # [rows]
     sources: dict[int, int] = field(default_factory=dict)  # rid -> slot, see `source_of`
 
     def fill(self) -> None:
@@ -170,10 +179,33 @@ class Batch:
         """Whether `fill` was called."""
         return not self.requests and not self.pending
 
+    @property
+    def may_move(self) -> bool:
+        """Whether nobody knows yet where all of its rows lie."""
+        return any(row.num_maybe for row in self.sampled_rows)
+
+    def move(self, accepted: Mapping[int, int]) -> None:
+        """It is known how many tokens held of each draft that a row follows, by request.
+
+        So it is known where the row lies; positions and slots stay as they were built and sent before.
+        """
+        row_of = {entry: row for row, entry in enumerate(self.order)}
+        by = np.zeros_like(self.reach)
+        for entry, sampled in zip(self.sampled, self.sampled_rows, strict=True):
+            if sampled.num_maybe:
+                by[row_of[entry]] = accepted[sampled.rid]
+                sampled.num_tokens += accepted[sampled.rid]
+                sampled.num_maybe = 0
+        self.rows = replace(self.rows, num_computed=self.rows.num_computed + np.minimum(by, self.reach))
+        self.reach = np.zeros_like(by)
+
     def blocks_of(self, entry: int) -> list[int]:
-        """The blocks that an entry of the plan holds keys and values in, as of this step."""
+        """The blocks that an entry of the plan holds keys and values in, as of this step.
+
+        As long as it may move, all that it may come to.
+        """
         row = self.order.index(entry)
-        used = -(-int(self.rows.lengths[row]) // self.rows.block_size)
+        used = -(-int(self.rows.lengths[row] + self.reach[row]) // self.rows.block_size)
         return [block for block in self.rows.tables[row, :used].tolist() if block != NO_BLOCK]
 
 
@@ -208,13 +240,17 @@ class BatchBuilder:
         drafted: Ints = np.fromiter((len(entry.draft) for entry in scheduled), np.int64, count)
         num_computed: Ints = np.fromiter((request.num_computed for request in requests), np.int64, count)
         known: Ints = np.fromiter((request.num_known for request in requests), np.int64, count)
+        reach: Ints = np.fromiter((request.num_maybe for request in requests), np.int64, count)
         finishing = num_new + num_computed == known
         self._check(requests, num_new, num_new + num_computed, known)
         if drafted.any():
             self._check_drafts(requests, drafted, finishing)
         num_new += drafted
         lengths = num_new + num_computed
-        self._check_covered(requests, lengths)
+        covered = self._check_covered(requests, lengths)
+        if reach.any():
+            self._check_moving(requests, reach, num_new, finishing)
+            reach = np.minimum(reach, covered - lengths)
         # Equal small numbers of tokens side by side, the longest context first, so that attention finds its
         # buckets as ranges of rows.
         order = np.lexsort((-lengths, np.minimum(num_new, MAX_SHORT + 1)))
@@ -222,10 +258,10 @@ class BatchBuilder:
             self._hold(request)
 
         num_new, num_computed, lengths = num_new[order], num_computed[order], lengths[order]
-        drafted = drafted[order]
+        drafted, reach = drafted[order], reach[order]
         ends = num_new.cumsum()
         starts = ends - num_new
-        width = int(-(-lengths.max() // self.block_size))
+        width = int(-(-(lengths + reach).max() // self.block_size))
         tables = self._tables[[requests[i].slot for i in order], :width]
         if tables.max() >= self.num_blocks:  # would be an error of the whole device, not of this step
             raise ValueError(f"block {tables.max()} is in a table, the pool has {self.num_blocks}")
@@ -254,12 +290,16 @@ class BatchBuilder:
             drafted=drafted,
             sampled=sampled,
             sampled_rows=[
-                SampledRow(r.rid, r.slot, r.sampling, r.seed, r.num_prompt, r.num_known) for r in asking
+                SampledRow(
+                    r.rid, r.slot, r.sampling, r.seed, r.num_prompt, r.num_known, num_maybe=r.num_maybe
+                )
+                for r in asking
             ],
             drafts=[scheduled[i].draft for i in sampled],
             logit_tokens=_last_tokens(ends[asking_rows], drafted[asking_rows] + 1),
             requests=asking,
             pending=pending,
+            reach=reach,
         )
 
     def _check(self, requests: Sequence[RowRequest], num_new: Ints, lengths: Ints, known: Ints) -> None:
@@ -279,15 +319,31 @@ class BatchBuilder:
                     "computed in this step, or not known yet"
                 )
 
-    def _check_covered(self, requests: Sequence[RowRequest], lengths: Ints) -> None:
-        covered = np.fromiter((len(request.block_table) for request in requests), np.int64, len(requests))
-        wrong = covered * self.block_size < lengths
+    def _check_moving(
+        self, requests: Sequence[RowRequest], maybe: Ints, num_new: Ints, finishing: Ints
+    ) -> None:
+        wrong = (maybe > 0) & ((num_new != 1) | ~finishing)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ValueError(
+                f"request {requests[i].rid}: {num_new[i]} new tokens planned behind {maybe[i]} drafted ones; "
+                "only its newest token may be before it is known how many of those hold"
+            )
+
+    def _check_covered(self, requests: Sequence[RowRequest], lengths: Ints) -> Ints:
+        """How many tokens the blocks of each hold."""
+        blocks: Ints = np.fromiter(
+            (len(request.block_table) for request in requests), np.int64, len(requests)
+        )
+        covered: Ints = blocks * self.block_size
+        wrong = covered < lengths
         if wrong.any():
             i = int(wrong.argmax())
             raise ValueError(
                 f"request {requests[i].rid}: tokens up to {lengths[i]} planned, drafts included, but it has "
-                f"{covered[i]} blocks of {self.block_size}"
+                f"{blocks[i]} blocks of {self.block_size}"
             )
+        return covered
 
     def _check_window(self, requests: Sequence[RowRequest], tables: Ints, num_computed: Ints) -> None:
         """Blocks are given up from the front, so the first one that is attended to stands for the rest."""

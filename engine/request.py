@@ -44,6 +44,7 @@ class Request:
     slot: the persistent row of the runner's buffers, `NO_SLOT` while it is not running.
     seed: what its random stream starts from, from ``sampling.seed`` alone where that is given.
     num_pending: 1 while a step that was launched will still deliver its next token, else 0.
+    num_maybe: drafted tokens that may come with that one, ahead of it.
     swap: where its blocks are while it waits with them in host memory.
     stage_ns: what the engine spent while it ran: plan, prepare, copy, forward, sample. ``stages_at`` is the
     state of the engine's sums when it began to run, None while it does not.
@@ -54,8 +55,8 @@ class Request:
         "accepted_tokens", "arrive_ns", "block_keys", "block_table", "cache_salt", "cached_tokens", "code",
         "computed_tokens", "detokenize_ns", "draft_ns", "drafted_tokens", "drafts", "end_ns", "finish",
         "first_ns", "high_water", "host_hit_tokens", "last_ns", "lost_tokens", "max_total", "may_draft",
-        "message", "miss_reason", "num_computed", "num_keyed", "num_pending", "num_prompt", "order",
-        "outlet", "preempt_count", "preempt_reason", "preempted_at_ns", "preempted_ns", "priority",
+        "message", "miss_reason", "num_computed", "num_keyed", "num_maybe", "num_pending", "num_prompt",
+        "order", "outlet", "preempt_count", "preempt_reason", "preempted_at_ns", "preempted_ns", "priority",
         "recompute_ns", "recompute_tokens", "result_cached", "resume_hit_tokens", "rev_first", "rev_last",
         "rid", "sampling", "sched_ns", "seed", "send_ns", "served_ns", "slot", "stage_ns", "stages_at",
         "state", "stop_ids", "stop_reason", "stream", "swap", "swap_count", "swap_in_tokens", "tag",
@@ -89,7 +90,7 @@ class Request:
 
         self.state: RequestState = "waiting"
         self.num_computed = 0
-        self.num_pending = 0
+        self.num_pending = self.num_maybe = 0
         self.swap: Swapped | None = None
         self.block_table: list[int] = []
         self.block_keys: list[bytes] = []

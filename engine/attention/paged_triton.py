@@ -106,6 +106,11 @@ class PagedAttention:
         packed[2 * count + 1 : total].reshape(count, width)[:there, :have] = rows.tables
         return packed.view(np.int64)
 
+    def move(self, words: Tensor, by: Tensor) -> None:
+        """Let rows that `pack` packed for ``len(by)`` rows lie ``by`` positions further, on the device."""
+        count = len(by)
+        words.view(torch.int32)[count + 1 : 2 * count + 1] += by
+
     def lengths(self, spec: ModelSpec, kv: KVCache) -> tuple[int, ...]:
         """Numbers of new tokens of a row that each need a kernel of their own; no others do."""
         from engine.kernels.paged_attention import SHORT_ROWS

@@ -19,7 +19,8 @@ from engine.batch import Batch
 from engine.graphs.counting import TextCounts
 from engine.graphs.driver import Driver
 from engine.graphs.memory import Result
-from engine.graphs.newest import NOBODY, Newest
+from engine.graphs.moving import Judged, Moves
+from engine.graphs.newest import Newest
 from engine.graphs.rejecting import GraphRejection
 from engine.graphs.shapes import GraphShape, Kind
 from engine.penalties import SampledRequest, has_penalty
@@ -29,6 +30,7 @@ from engine.speculation.verify import DraftSampler, is_drawn
 from ipc.messages import Sampling
 
 CHOICE_WORDS = 4  # of 64 bits a token, see `FusedSampling.pack`
+POSITION_WORD = 1  # of them, that says which random numbers are drawn
 ENDS = 16  # tokens hidden for each row of a shape that there is room for
 MOST_ENDS = 128  # of one row: those of a request and of the model
 GREEDY = Sampling()  # takes no draw
@@ -46,6 +48,7 @@ class Needs:
     num_ends: int
     drawn: bool
     logprobs: bool
+    moved: bool
 
     def in_shape(self, shape: GraphShape) -> tuple[GraphShape, str]:
         """The shape that a step of that size is captured in; why, where it ends with the logits."""
@@ -55,7 +58,7 @@ class Needs:
         if why:
             return replace(shape, kind="logits"), why
         kind: Kind = "adjusted" if self.adjusted else "tokens"
-        return replace(shape, kind=kind, drawn=self.drawn, logprobs=self.logprobs), ""
+        return replace(shape, kind=kind, drawn=self.drawn, logprobs=self.logprobs, moved=self.moved), ""
 
 
 class GraphChooser:
@@ -74,6 +77,7 @@ class GraphChooser:
         self._padded = padded
         self._rejection = GraphRejection(fused)
         self.newest = Newest(device)
+        self.moves = Moves(self.newest, device)
         self.counts = TextCounts(self.newest, sampler.vocab_size, device)
 
     def needs_of(self, batch: Batch) -> Needs:
@@ -85,12 +89,16 @@ class GraphChooser:
             for row, draft in zip(rows, drafts, strict=True)
             if is_short(row)
         ]
+        outside = "penalties" if counted and not self.counts.has_room(batch) else ""
+        if any(row.num_maybe and (has_penalty(row.sampling) or is_short(row)) for row in rows):
+            outside = "drafts"  # nobody knows yet which tokens count, or whether ends are still hidden
         return Needs(
-            outside="penalties" if counted and not self.counts.has_room(batch) else "",
+            outside=outside,
             adjusted=counted or bool(ends),
             num_ends=sum(ends),
             drawn=any(map(is_drawn, rows, drafts)),
             logprobs=any(row.sampling.logprobs is not None for row in rows),
+            moved=batch.may_move,
         )
 
     def num_words(self, shape: GraphShape) -> int:
@@ -99,8 +107,8 @@ class GraphChooser:
 
     def clear(self, words: Tensor, shape: GraphShape) -> None:
         """Let what is chosen from ``words``, zeros otherwise, reach no slot."""
-        _, slots, _, counts, _ = torch.split(words, self._sizes(shape))
-        slots.fill_(NOBODY)
+        _, leaves, _, counts, _, moves = torch.split(words, self._sizes(shape))
+        self.moves.clear(leaves, moves, shape)
         self.counts.clear(counts, shape)
 
     def fill(self, words: Ints, shape: GraphShape, batch: Batch) -> None:
@@ -112,11 +120,9 @@ class GraphChooser:
         seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         positions = np.array([row.num_tokens for row in rows], dtype=np.uint64)
         settings = _greedy_where_drawn(batch) if shape.drawn else [row.sampling for row in rows]
-        packed, slots, ends, counts, drafts = np.split(words, np.cumsum(self._sizes(shape))[:-1])
+        packed, leaves, ends, counts, drafts, moves = np.split(words, np.cumsum(self._sizes(shape))[:-1])
         packed[:] = self.fused.pack(settings, seeds, positions, shape.tokens).reshape(-1)
-        if shape.feeds:
-            slots[: len(rows)] = [row.slot for row in rows]
-            slots[len(rows) :] = NOBODY
+        self.moves.fill(leaves, moves, shape, batch)
         if shape.kind == "adjusted":
             self._fill_ends(ends, shape.tokens, rows)
         self.counts.fill(counts, shape, batch)
@@ -135,23 +141,36 @@ class GraphChooser:
         """Ids of a step's tokens, those that are `awaited` replaced by what the device has of their slot."""
         return ids if shape.kind == "logits" else self.newest.known(ids)
 
+    def move(self, positions: Tensor, slots: Tensor, words: Tensor, shape: GraphShape) -> Tensor:
+        """Move a step behind the drafts that the one before it accepted. Returns by how much, [rows].
+
+        Changes positions and slots [tokens], and in words, what `fill` wrote, which random numbers are drawn.
+        """
+        packed, _, _, _, _, moves = torch.split(words, self._sizes(shape))
+        by = self.moves.move(moves, slots, shape.rows)
+        positions += by
+        packed.view(CHOICE_WORDS, shape.tokens)[POSITION_WORD] += by
+        return by
+
     def choose(
         self,
         logits: Tensor,
         words: Tensor,
         shape: GraphShape,
         result: Result,
+        given: Tensor,
         proposals: Tensor | None = None,
     ) -> None:
         """Choose tokens from logits [tokens, vocab_size], which are changed; an id of -1: not finite.
 
-        words: what `fill` wrote, on the device. result: what comes of it, but for ``finite``. proposals: see
-        `GraphRejection.judge`, where drafts were drawn. Launches only what depends on the shape.
+        words: what `fill` wrote, on the device. result: what comes of it, but for ``finite``. given: ids of
+        the step's tokens, where any were drafted. proposals: see `GraphRejection.judge`, where drafts were
+        drawn. Launches only what depends on the shape.
         """
         ids = result.ids
         if self._padded is not None:
             logits.index_fill_(1, self._padded, float("-inf"))
-        packed, slots, ends, counts, drafts = torch.split(words, self._sizes(shape))
+        packed, leaves, ends, counts, drafts, _ = torch.split(words, self._sizes(shape))
         # Log-probabilities are those of the model's own logits.
         own = logits.clone() if result.top is not None and shape.kind == "adjusted" else logits
         finite = None
@@ -171,8 +190,10 @@ class GraphChooser:
             ids.masked_fill_(~finite, -1)
         if result.top is not None:
             result.top.write(own, ids)
-        if shape.feeds:
-            self.newest.put(slots, ids)
+        judged = None
+        if shape.drawn:
+            judged = Judged(self._rejection.drawn(drafts, shape), *result.judged)
+        self.moves.leave(ids, given, leaves, shape, judged)
 
     @property
     def vocab_size(self) -> int:
@@ -203,15 +224,18 @@ class GraphChooser:
         self.fused.penalize_packed(logits, begins, ends, torch.ones_like(ends), each, max_tokens=MOST_ENDS)
 
     def _sizes(self, shape: GraphShape) -> list[int]:
-        """Words of: settings and random numbers, slots, hidden ends, penalties, and drafts to judge."""
+        """Words of: settings and random numbers, what the next step is fed, hidden ends, penalties, drafts to
+        judge, and how the step is moved."""
         if shape.kind == "logits":
-            return [0, 0, 0, 0, 0]
+            return [0, 0, 0, 0, 0, 0]
+        leaves, moves = Moves.num_words(shape)
         return [
             CHOICE_WORDS * shape.tokens,
-            shape.tokens if shape.feeds else 0,
+            leaves,
             (_num_ends(shape.tokens) + 1) // 2 if shape.kind == "adjusted" else 0,
             self.counts.num_words(shape),
             self._rejection.num_words(shape),
+            moves,
         ]
 
     def _fill_ends(self, words: Ints, tokens: int, rows: Sequence[SampledRequest]) -> None:

@@ -35,13 +35,17 @@ class DirectForward:
         self._driver = driver
         self._chooser = chooser
 
+    @property
+    def chooser(self) -> GraphChooser:
+        """What chooses the tokens."""
+        return self._chooser
+
     def step_for(self, batch: Batch, needs: Needs) -> DirectStep | None:
         """How a step's tokens are chosen on the device, None if that takes the host.
 
-        With drafts nobody knows which place the newest token comes from; for other reasons see
-        `Needs.in_shape`.
+        Nor are drafts judged here, or rows moved behind them; for other reasons see `Needs.in_shape`.
         """
-        if any(batch.drafts):
+        if any(batch.drafts) or batch.may_move:
             return None
         choice, _ = needs.in_shape(GraphShape(len(batch.sampled), 1))
         return None if choice.kind == "logits" else DirectStep(self, choice)
@@ -74,7 +78,7 @@ class DirectForward:
             assert decoder.finite is not None
             out.finite.copy_(decoder.finite)
             if count:
-                chooser.choose(logits, device[tokens:], choice, out)
+                chooser.choose(logits, device[tokens:], choice, out, known)
 
         begins()
         chooser.send(self._driver)

@@ -20,9 +20,9 @@ from engine.batch import Batch
 from engine.graphs.capturing import Captures
 from engine.graphs.choosing import CHOICE_WORDS, GraphChooser
 from engine.graphs.driver import Arrival, Captured, Driver
-from engine.graphs.forward import NO_SLOT, Capturable, empty_rows
+from engine.graphs.forward import Capturable, empty_rows
 from engine.graphs.newest import NOBODY, cell_of
-from engine.graphs.shapes import ROWS
+from engine.graphs.shapes import NO_SLOT, ROWS
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec

@@ -22,7 +22,7 @@ from engine.graphs.driver import Captured, Driver
 from engine.graphs.memory import Chosen, Result, SharedRows
 from engine.graphs.newest import awaited
 from engine.graphs.rejecting import place_proposals
-from engine.graphs.shapes import ROWS, GraphShape, Kind, shape_of
+from engine.graphs.shapes import NO_SLOT, ROWS, GraphShape, Kind, shape_of
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_SLOT = -1  # of a token that only fills a shape up: its keys and values are written nowhere
-
 
 @runtime_checkable
 class Capturable(AttentionBackend, Protocol):
@@ -43,6 +41,13 @@ class Capturable(AttentionBackend, Protocol):
 
     def pack(self, rows: Rows, count: int, width: int) -> Ints:
         """What its plan sends to the device, for ``count`` rows of tables of ``width`` blocks."""
+        ...
+
+    def move(self, words: Tensor, by: Tensor) -> None:
+        """Let row r of packed ``words`` on the device lie ``by[r]`` positions further: int64 [count].
+
+        All of them have as many new tokens as before.
+        """
         ...
 
 
@@ -212,7 +217,7 @@ class GraphedForward:
     def choose(self, batch: Batch, step: GraphStep, begins: Callable[[], None]) -> Chosen | None:
         """Compute a step and choose its tokens; the host waits for nothing. None as in `logits`.
 
-        The step may lack tokens that the one launched before it chooses, if both shapes feed.
+        The step may lack tokens that the one launched before it chooses.
         """
         entry = self._replay(batch, step.shape, begins)
         if entry is None:
@@ -224,7 +229,8 @@ class GraphedForward:
     def _replay(self, batch: Batch, shape: GraphShape, begins: Callable[[], None]) -> _Entry | None:
         entry = self._entries.get(shape) or self._capture(shape)
         if entry is None:
-            self.counts.misses[self.captures.why_failed(shape)] += 1
+            if not shape.moved:  # else it is prepared anew when it is known where its rows lie
+                self.counts.misses[self.captures.why_failed(shape)] += 1
             return None
         assert entry.captured is not None
         entry.turn = (entry.turn + 1) % BUFFERS
@@ -325,8 +331,11 @@ class GraphedForward:
             entry.proposals = self._take(self._proposals, shape.tokens)
 
         def body() -> None:
-            entry.plan = self._attention.plan(rows, self._kv, self._spec, lambda ints: packed)
             known = ids if chooser is None else chooser.feed(ids, shape)
+            if shape.moved:
+                assert chooser is not None  # else there are no such shapes
+                self._attention.move(packed, chooser.move(positions, slots, choice, shape))
+            entry.plan = self._attention.plan(rows, self._kv, self._spec, lambda ints: packed)
             logits = self._decoder.forward(known, positions, slots, entry.plan, self._kv, None)
             finite = self._decoder.finite
             assert finite is not None
@@ -335,7 +344,7 @@ class GraphedForward:
                 entry.logits.copy_(logits)
                 return
             assert chooser is not None  # else there are no such shapes
-            chooser.choose(logits, choice, shape, result, entry.proposals)
+            chooser.choose(logits, choice, shape, result, known, entry.proposals)
 
         return body
 

@@ -90,9 +90,16 @@ class GraphRejection:
         row = torch.searchsorted(firsts, numbers, right=True) - 1
         at, last = numbers - firsts[row], shape.tokens - 1
         drafted = tokens[(begins[row] + at).clamp(max=last)]
-        drawn = (tokens[begins[row].clamp(max=last)] >= 0) & (begins[row] < begins[row + 1])
         accepted, own = judged[0][row], judged[1][row]
-        ids.copy_(ids.where(~drawn, drafted.where(at < accepted, own)))
+        ids.copy_(ids.where(~self.drawn(words, shape)[row], drafted.where(at < accepted, own)))
+
+    @staticmethod
+    def drawn(words: Tensor, shape: GraphShape) -> Tensor:
+        """Whose drafts were drawn, bool [rows]. Launches only what depends on the shape."""
+        _, tokens, _, _, cu = torch.split(words, _sizes(shape))
+        begins = cu.view(torch.int32)[: shape.rows + 1].long()
+        first = tokens[begins[:-1].clamp(max=shape.tokens - 1)]
+        return (first >= 0) & (begins[:-1] < begins[1:])
 
 
 def place_proposals(batch: Batch) -> Iterator[tuple[int, Tensor]]:

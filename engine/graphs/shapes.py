@@ -11,6 +11,7 @@ from engine.batch import Batch
 
 ROWS = (1, 2, 4, *range(8, 257, 8))
 QUERIES = (1, 2, 3, 5, 9, MAX_SHORT)
+NO_SLOT = -1  # of a token whose keys and values are written nowhere: nobody asked for it
 
 
 Kind = Literal["logits", "tokens", "adjusted"]
@@ -23,7 +24,8 @@ class GraphShape:
     """Up to ``rows`` requests of up to ``queries`` new tokens each.
 
     Where tokens are chosen: ``drawn``, drafts are held against the probabilities that they were drawn from;
-    ``logprobs``, log-probabilities are made too.
+    ``logprobs``, log-probabilities are made too; ``moved``, rows of one token each lie behind drafts of the
+    step before, see `engine.graphs.moving`.
     """
 
     rows: int
@@ -31,11 +33,12 @@ class GraphShape:
     kind: Kind = "logits"
     drawn: bool = False
     logprobs: bool = False
+    moved: bool = False
 
     @property
     def feeds(self) -> bool:
-        """Whether the next step of such a shape can take the tokens chosen in it from the device."""
-        return self.kind != "logits" and self.queries == 1
+        """Whether the next step can take the tokens chosen in it from the device."""
+        return self.kind != "logits"
 
     @property
     def tokens(self) -> int:
@@ -43,7 +46,7 @@ class GraphShape:
         return self.rows * self.queries
 
     def __str__(self) -> str:
-        rest = "+rejection" * self.drawn + "+logprobs" * self.logprobs
+        rest = "+rejection" * self.drawn + "+logprobs" * self.logprobs + "+moved" * self.moved
         return f"{self.rows}x{self.queries}{_NAMES[self.kind]}{rest}"
 
 

@@ -37,6 +37,13 @@ class Way:
     missed: str = ""
     direct: DirectStep | None = None
 
+    @property
+    def feeding(self) -> GraphChooser | None:
+        """What chooses its tokens on the device and feeds them to the next step there, if anything does."""
+        if self.replay is not None and self.replay.chooses:
+            return self.replay.forward.chooser
+        return None if self.direct is None else self.direct.forward.chooser
+
 
 class Graphs:
     """Off at first. Only `step_for` may be called while a step is computed."""

@@ -122,6 +122,24 @@ def test_a_pending_token_gets_its_place_now_and_its_id_later() -> None:
     assert batch.blocks_of(0) == [5]
 
 
+def test_only_the_newest_token_may_lie_behind_drafts_that_nobody_has_judged() -> None:
+    """Not what starts over meanwhile: the tokens in between are not there yet."""
+    builder = BatchBuilder(4, 20)
+    request = Request(1, [11, 12, 13, 14, 15], Sampling())
+    request.slot, request.block_table, request.num_pending, request.num_maybe = 0, [7, 3, 5], 1, 2
+    for computed, new in ((0, 6), (4, 2), (0, 3)):
+        request.num_computed = computed
+        with pytest.raises(ValueError, match=f"request 1: {new} new tokens planned behind 2 drafted ones"):
+            builder.build([ScheduledRequest(request, new)])
+    request.num_computed = 5
+    batch = builder.build([ScheduledRequest(request, 1)])
+    assert (batch.ids.tolist(), batch.positions.tolist(), batch.reach.tolist()) == ([0], [5], [2])
+    assert batch.may_move
+    assert batch.blocks_of(0) == [7, 3]
+    request.num_maybe = 3
+    assert builder.build([ScheduledRequest(request, 1)]).blocks_of(0) == [7, 3, 5]
+
+
 @pytest.mark.parametrize(("window", "gone"), [(None, 0), (1, 3), (4, 2), (5, 2), (6, 1), (12, 0), (13, 0)])
 def test_only_blocks_outside_the_window_may_be_given_up(window: int | None, gone: int) -> None:
     """12 tokens computed in blocks of 4: the next one attends to positions from 13 - window on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -157,6 +157,16 @@ class StaticAttention(NaiveAttention):
         assert rows.tables.shape[1] <= width
         self.packed.append(rows)
         return np.array([len(self.packed)])
+
+    def move(self, words: Tensor, by: Tensor) -> None:
+        number = int(words[0])
+        if number == 0:  # captured while nobody is there
+            assert not by.any()
+            return
+        rows = self.packed[number - 1]
+        moved = rows.num_computed + by[: len(rows.num_computed)].numpy()
+        self.packed.append(replace(rows, num_computed=moved))
+        words[0] = len(self.packed)
 
     def plan(self, rows: Rows, kv: KVCache, spec: ModelSpec, to_device: ToDevice) -> AttentionPlan:
         number = to_device(rows.starts[:1])
@@ -361,7 +371,9 @@ def put_kernels(patch: pytest.MonkeyPatch, driver: FakeDriver) -> None:
     patch.setattr(switch, "make_driver", lambda device: driver)
 
 
-def agree(found: Sequence[TokenLogprob | None], wanted: Sequence[TokenLogprob | None]) -> None:
+def agree(
+    found: Sequence[TokenLogprob | None], wanted: Sequence[TokenLogprob | None], within: float = 1e-5
+) -> None:
     """The same tokens, in this order, with the same numbers but for rounding."""
     for one, other in zip(found, wanted, strict=True):
         assert (one is None) == (other is None)
@@ -369,4 +381,4 @@ def agree(found: Sequence[TokenLogprob | None], wanted: Sequence[TokenLogprob | 
             assert one.token == other.token
             assert [each.token for each in one.top] == [each.token for each in other.top]
             numbers = [[each.logprob, *(top.logprob for top in each.top)] for each in (one, other)]
-            assert numbers[0] == pytest.approx(numbers[1], abs=1e-5)
+            assert numbers[0] == pytest.approx(numbers[1], abs=within)

@@ -14,6 +14,7 @@ from engine.batch import Batch
 from engine.graphs import counting, switch
 from engine.graphs.choosing import GraphChooser
 from engine.graphs.memory import Result
+from engine.graphs.newest import awaited
 from engine.graphs.rejecting import place_proposals
 from engine.graphs.shapes import GraphShape
 from engine.ops.triton_sampling import TritonSampling
@@ -77,10 +78,17 @@ def judged_inside(batch: Batch, scores: Tensor, shape: GraphShape) -> list[Verif
     for at, probs in place_proposals(batch):
         proposals[at : at + len(probs)] = probs
     result = Result.of(torch.full((Result.num_words(shape),), -7), shape)
-    chooser.choose(whole, torch.from_numpy(words), shape, result, proposals)
+    given = torch.zeros(shape.tokens, dtype=torch.int64)
+    given[: len(scores)] = torch.from_numpy(batch.ids)
+    chooser.choose(whole, torch.from_numpy(words), shape, result, given, proposals)
     ids, places = result.ids[: len(scores)].tolist(), places_of(batch)
     top = None if result.top is None else result.top.of(places, VOCAB)
-    return judge_drafts(as_sampled(ids, top), batch.sampled_rows, batch.drafts, *result.judged.tolist())
+    found = judge_drafts(as_sampled(ids, top), batch.sampled_rows, batch.drafts, *result.judged.tolist())
+    for row, one in zip(batch.sampled_rows, found, strict=True):  # what the next step is fed
+        if not one.nonfinite:
+            assert chooser.newest.known(torch.tensor([awaited(row.slot)])).tolist() == one.token_ids[-1:]
+            assert int(chooser.moves.accepted[row.slot]) == one.accepted
+    return found
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("tokens", SETTINGS), ("adjusted", ADJUSTED)])

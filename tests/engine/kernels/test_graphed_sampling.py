@@ -95,7 +95,8 @@ def chosen_inside(batch: Batch, scores: Tensor, shape: GraphShape, padded: Tenso
     whole = torch.full((shape.tokens, VOCAB), float("nan"))
     whole[: len(scores)] = scores
     result = Result.of(torch.full((Result.num_words(shape),), -7), shape)
-    chooser.choose(whole, torch.from_numpy(words), shape, result)
+    given = torch.zeros(shape.tokens, dtype=torch.int64)
+    chooser.choose(whole, torch.from_numpy(words), shape, result, given)
     top = None if result.top is None else result.top.of(places_of(batch), VOCAB)
     return as_sampled(result.ids[: len(scores)].tolist(), top)
 
