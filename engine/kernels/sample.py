@@ -28,6 +28,7 @@ from engine.kernels.vocabulary import (
     last_of,
     parts_of,
     searches,
+    segment_of,
     sizes_of,
     top_of,
 )
@@ -74,13 +75,8 @@ def _draw(
         chosen = chosen * 0 - 1
     elif is_drawn(t, k, GREEDY_BELOW):
         each = by_segment(kept, row, segments, 0, SEGMENTS)
-        total = tl.sum(each, axis=0)
         number = uniform(tl.load(seeds + row), tl.load(positions + row), 0)
-        # Below the total, which a product that is rounded need not be.
-        target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
-        at = tl.arange(0, SEGMENTS)
-        segment = tl.min(tl.where(tl.cumsum(each, axis=0) > target, at, SEGMENTS), axis=0)
-        before = tl.sum(tl.where(at < segment, each, 0), axis=0)
+        goal, segment, before = segment_of(each, number, SEGMENTS)
         p, least = tl.load(top_p + row), tl.load(min_p + row)
         floor = floor_of(intervals, above, totals, row, n, segments, k, p, SEGMENTS, PIVOTS)
         chosen = chosen * 0 + 0x7FFFFFFF
@@ -88,7 +84,7 @@ def _draw(
             start = segment * SEGMENT + part * BLOCK
             here, weights = kept_weights(logits + row * stride, start, n, floor, least, top, t, BLOCK)
             units = in_units(weights)
-            passes = before + tl.cumsum(units, axis=0) > target
+            passes = before + tl.cumsum(units, axis=0) > goal
             chosen = tl.minimum(chosen, tl.min(tl.where(passes, here, 0x7FFFFFFF), axis=0))
             before += tl.sum(units, axis=0)
     tl.store(ids + row, chosen.to(tl.int64))

@@ -13,7 +13,7 @@ interval in which the answer changes. Equal scores fall on the same side.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -62,6 +62,12 @@ class Found:
             torch.empty(2, 2, rows, segments, _PIVOTS, dtype=torch.int64, device=device),
             torch.empty(2, rows, segments, dtype=torch.int64, device=device),
         )
+
+    @classmethod
+    def bytes_for(cls, rows: int, n: int) -> int:
+        """Bytes that `allocate` takes."""
+        made = cls.allocate(rows, n, torch.device("meta"))
+        return sum(getattr(made, part.name).nbytes for part in fields(made))
 
 
 @triton.jit
@@ -127,6 +133,19 @@ def first_of(tops, firsts, row, segments, SEGMENTS: tl.constexpr):
     each = by_segment(tops, row, segments, float("-inf"), SEGMENTS)
     ids = by_segment(firsts, row, segments, 0x7FFFFFFF, SEGMENTS)
     return tl.min(tl.where(each == tl.max(each, axis=0), ids, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
+def segment_of(each, number, SEGMENTS: tl.constexpr):
+    """(running sum that is to be passed, segment in which it is, sum before that) for ``number`` in [0, 1),
+    float64, of what is drawn from. each: weights of the segments, int64 [SEGMENTS]; the first is -1 if these
+    are 0."""
+    total = tl.sum(each, axis=0)
+    # Below the total, which a product that is rounded need not be.
+    goal = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
+    at = tl.arange(0, SEGMENTS)
+    segment = tl.min(tl.where(tl.cumsum(each, axis=0) > goal, at, SEGMENTS), axis=0)
+    return goal, segment, tl.sum(tl.where(at < segment, each, 0), axis=0)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ class TritonSampling(PackedSampling):
         self._sample, self._probabilities = sample.sample, sample.probabilities
         self._found = vocabulary.Found
         self._penalize = penalties.penalize
-        self._reject = rejection_sample.rejection_sample
+        self._reject, self._sums_for = rejection_sample.rejection_sample, rejection_sample.sums_for
 
     def choose_packed(self, scores: Tensor, packed: Tensor, ids: Tensor) -> None:
         found = self._found.allocate(len(scores), scores.shape[1], scores.device)
@@ -55,10 +55,12 @@ class TritonSampling(PackedSampling):
         accepted: Tensor,
         own: Tensor,
     ) -> None:
-        self._reject(
-            target, proposal, tokens, cu, finite.to(torch.int8), seeds, positions, accepted, own,
+        sums = self._sums_for(len(own), target.shape[1], target.device)
+        for launch in self._reject(
+            target, proposal, tokens, cu, finite.to(torch.int8), seeds, positions, accepted, own, sums,
             accept=ACCEPT, residual=RESIDUAL,
-        ).run()  # fmt: skip
+        ):  # fmt: skip
+            launch.run()
 
 
 def _columns(held: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from engine.kernels.paged_attention import paged_attention, tiles_for
 from engine.kernels.penalties import penalize
 from engine.kernels.qkv import qk_norm_rope_kv_write
 from engine.kernels.quantize import quantize
-from engine.kernels.rejection_sample import match_drafts, rejection_sample
+from engine.kernels.rejection_sample import match_drafts, rejection_sample, sums_for
 from engine.kernels.rmsnorm import add_rmsnorm
 from engine.kernels.sample import probabilities, sample
 from engine.kernels.silu_mul import silu_mul
@@ -217,10 +217,13 @@ def _sampling() -> Iterator[Case]:
     yield Case("sample: draw", drawing, archs=EVERY)
     yield Case("probabilities", probabilities(*rows, out, found)[-1], archs=EVERY)
     finite = _empty(2 * TOKENS, dtype=torch.int8)
-    judged = rejection_sample(
-        logits, out, longs, cu, finite, longs, longs, ints, longs, accept=64, residual=65
+    sums = sums_for(TOKENS, n, logits.device)
+    accepting, adding, drawing = rejection_sample(
+        logits, out, longs, cu, finite, longs, longs, ints, longs, sums, accept=64, residual=65
     )
-    yield Case("rejection_sample", judged, archs=EVERY)
+    yield Case("rejection_sample: accept", accepting, wide_loads=False, archs=EVERY)
+    yield Case("rejection_sample: add up", adding, archs=EVERY)
+    yield Case("rejection_sample: draw", drawing, archs=EVERY)
     matched = match_drafts(longs, longs, cu, ints, longs, max_drafted=16)
     yield Case("match_drafts", matched, wide_loads=False, archs=EVERY)
     scattered = penalize(logits, cu, ints, ints, floats, floats, floats, max_tokens=4096)

@@ -70,7 +70,9 @@ def judge(p: Tensor, q: Tensor, count: int, drafted: int = DRAFTED, module: Modu
     pairs = (torch.from_numpy(words.view(np.int64)) for words in (seeds, first))
     inputs = [each.to(DEVICE) for each in (target, proposal, drafts, cu, finite, *pairs)]
     stayed, own = poisoned(count, dtype=torch.int32), poisoned(count, dtype=torch.int64)
-    module.rejection_sample(*inputs, stayed, own, accept=ACCEPT, residual=RESIDUAL).run()
+    sums = poisoned(*module.sums_for(count, VOCAB, DEVICE).shape, dtype=torch.int64)
+    for launch in module.rejection_sample(*inputs, stayed, own, sums, accept=ACCEPT, residual=RESIDUAL):
+        launch.run()
     return Judged(drafts.view(count, drafted).numpy(), stayed.long().cpu().numpy(), own.cpu().numpy())
 
 
@@ -114,8 +116,8 @@ def test_what_comes_after_drafts_that_all_stay_or_all_go_is_the_targets_own(
     ("right", "wrong"),
     [
         ("u * q.to(tl.float64) < p.to(tl.float64)", "u < p.to(tl.float64)"),
-        ("tl.maximum(p - q, 0.0)", "p"),
-        ("position + kept, RESIDUAL", "position + kept, ACCEPT"),
+        ("tl.where(p > q, p - q, 0.0)", "p"),
+        ('"RESIDUAL": residual', '"RESIDUAL": accept'),
     ],
     ids=["drafts not weighed", "drawn from all of the target", "one number for both"],
 )

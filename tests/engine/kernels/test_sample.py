@@ -13,9 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from engine import draw
+from engine.kernels import rejection_sample as rejecting
 from engine.kernels import vocabulary
 from engine.kernels.penalties import penalize, reference_penalize
-from engine.kernels.rejection_sample import match_drafts, reference_rejection_sample, rejection_sample
+from engine.kernels.rejection_sample import (
+    match_drafts,
+    reference_rejection_sample,
+    rejection_sample,
+    sums_for,
+)
 from engine.kernels.sample import NOT_FINITE, probabilities, reference_probabilities, sample
 from engine.kernels.uniform import uniform
 from engine.kernels.vocabulary import Found
@@ -230,16 +236,19 @@ def run_rejection(
     count = len(lengths)
     accepted, own = poisoned(count, dtype=torch.int32), poisoned(count, dtype=torch.int64)
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(DEVICE)
-    rejection_sample(
-        target, proposal, torch.tensor(tokens, device=DEVICE), cu, finite.to(torch.int8),
-        torch.arange(count, device=DEVICE), positions, accepted, own, accept=ACCEPT, residual=RESIDUAL,
-    ).run()  # fmt: skip
+    sums = poisoned(*sums_for(count, target.shape[1], DEVICE).shape, dtype=torch.int64)
+    for launch in rejection_sample(
+        target, proposal, torch.tensor(tokens, dtype=torch.int64, device=DEVICE), cu, finite.to(torch.int8),
+        torch.arange(count, device=DEVICE), positions, accepted, own, sums, accept=ACCEPT, residual=RESIDUAL,
+    ):  # fmt: skip
+        launch.run()
     return accepted.tolist(), own.tolist()
 
 
-@pytest.mark.parametrize("n", [5, 3000])
+@pytest.mark.parametrize("n", [5, 3000, 4096])
 def test_drafts_are_judged_as_the_engine_does(n: int) -> None:
-    """The same drafts, the same random numbers; a place that is not finite ends a draft."""
+    """The same drafts, the same random numbers; a place that is not finite ends a draft. Rows of one segment,
+    of parts of two, and of two that are full."""
     lengths = [1, 4, 2, 3, 4, 1, 4, 4]
     target, proposal, tokens = drafts(n, lengths)
     finite = torch.ones(len(target), dtype=torch.bool, device=DEVICE)
@@ -256,6 +265,69 @@ def test_drafts_are_judged_as_the_engine_does(n: int) -> None:
     )
     assert exact == expected
     assert 0 < sum(expected[0]) < sum(lengths), "the case tests too little"
+
+
+def test_a_draft_of_any_length_is_judged_and_none_at_all_is_an_empty_one() -> None:
+    """More tokens than are looked at at once, as many, and none: then what follows is the target's own."""
+    lengths = [0, 16, 33, 0, 17]
+    target, proposal, _ = drafts(40, lengths)
+    places = torch.arange(sum(lengths)) + torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    proposal = target[places.to(DEVICE)].contiguous()
+    tokens = torch.multinomial(proposal.cpu(), 1, generator=torch.Generator().manual_seed(3)).squeeze(1)
+    finite = torch.ones(len(target), dtype=torch.bool, device=DEVICE)
+    finite[0 + 1 + 17 + 20] = False  # in the middle of the third
+    positions = torch.tensor([3, 5, 7, 11, 2**31 - 5], device=DEVICE)
+    seeds = np.repeat(np.arange(len(lengths), dtype=np.uint64), np.array(lengths) + 1)
+    at = np.concatenate([p + np.arange(k + 1) for p, k in zip(positions.tolist(), lengths, strict=True)])
+    u = [draw.uniform(seeds, at.astype(np.uint64), stream).tolist() for stream in (ACCEPT, RESIDUAL)]
+    expected = reference_rejection_sample(target, proposal, tokens.tolist(), lengths, finite.tolist(), *u)
+    assert expected[0] == [0, 16, 20, 0, 17], "what equals its proposal stays"
+    assert run_rejection(target, proposal, tokens.tolist(), lengths, finite, positions) == expected
+
+
+def test_without_any_draft_no_proposal_is_read() -> None:
+    target = torch.softmax(randn(3, 70, scale=2.0), -1)
+    none = torch.empty(0, 70, device=DEVICE)
+    finite = torch.ones(3, dtype=torch.bool, device=DEVICE)
+    positions = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    accepted, own = run_rejection(target, none, [], [0, 0, 0], finite, positions)
+    seeds = np.arange(3, dtype=np.uint64)
+    u = torch.from_numpy(draw.uniform(seeds, np.zeros(3, dtype=np.uint64), RESIDUAL)).to(DEVICE)
+    assert accepted == [0, 0, 0]
+    assert own == draw.inverse_cdf(target, u).tolist()
+
+
+def test_what_follows_a_draft_does_not_depend_on_how_its_row_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments are programs of their own, whose sums are whole numbers; the last is of one probability. Where
+    p equals q but for rounding nothing may be left in one segment, and something in another."""
+    lengths = [2, 3, 1, 2, 0, 1]
+    target, proposal, tokens = drafts(1025, lengths)
+    finite = torch.ones(len(target), dtype=torch.bool, device=DEVICE)
+    finite[0] = finite[7] = False
+    proposal[0] = target[0]
+    proposal[0, :1024] *= 1 + 2**-20
+    proposal[0, 1024] *= 0.5
+    proposal[5] = target[7]
+    positions = torch.arange(len(lengths), device=DEVICE)
+
+    def judged(segment: int) -> tuple[list[int], list[int]]:
+        monkeypatch.setattr(rejecting, "SEGMENT", segment)
+        assert sums_for(1, 1025, DEVICE).shape[2] == -(-1025 // segment)
+        return run_rejection(target, proposal, tokens, lengths, finite, positions)
+
+    found = judged(2048)
+    assert found[1][0] == 1024, "all that is left"
+    assert judged(256) == judged(64) == found
+
+
+def test_what_is_no_distribution_has_no_token() -> None:
+    """A25: of zeros, or of NaN, no id comes out that could be taken for a token."""
+    target = torch.zeros(2, 2100, device=DEVICE)
+    target[1] = float("nan")
+    finite = torch.ones(2, dtype=torch.bool, device=DEVICE)
+    positions = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    _, own = run_rejection(target, target[:0], [], [0, 0], finite, positions)
+    assert own == [-1, -1]
 
 
 def test_padding_is_never_accepted_and_what_equals_its_proposal_is_drawn_from_it() -> None:

@@ -31,7 +31,7 @@ def test_nothing_is_compiled_while_a_server_runs() -> None:
         assert ahead["_quantize"] == (2 if each is found["llama fp8"] else 0), "rows of two lengths"
         assert ahead["combine_parts"] == ahead["_highest"] == ahead["_draw"] == ahead["_distribute"] == 1
         assert ahead["_narrow"] == 2 * ahead["_add_up"] == 4, "of both cuts, for drawing and for the law"
-        assert ahead["_rejection_sample"] == 1
+        assert ahead["_accept"] == ahead["_add_up_rest"] == ahead["_draw_rest"] == 1
     for kind, written_out in (("int8", 0), ("int4", 1)):
         products = Counter(found[f"llama {kind}"]["ahead"])
         assert products["_gemm"] > products["_add_splits"] > 0, "some share their input channels, some do not"

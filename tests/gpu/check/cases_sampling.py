@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.draw import uniform
 from engine.kernels.penalties import penalize, reference_penalize
-from engine.kernels.rejection_sample import match_drafts, rejection_sample
+from engine.kernels.rejection_sample import match_drafts, rejection_sample, sums_for
 from engine.kernels.sample import probabilities, reference_probabilities, sample
 from engine.kernels.vocabulary import Found
 from engine.speculation.base import ACCEPT, RESIDUAL
@@ -152,9 +152,12 @@ def judging_case(s: Sizes) -> Case:
 
     def run() -> Outputs:
         counts, own = (poisoned(2, dtype=d) for d in (torch.int32, torch.int64))
-        rejection_sample(
-            target, proposal, ids, cu, finite, seeds, positions, counts, own, accept=ACCEPT, residual=RESIDUAL
-        ).run()
+        sums = poisoned(*sums_for(2, s.vocab, DEVICE).shape, dtype=torch.int64)
+        for launch in rejection_sample(
+            target, proposal, ids, cu, finite, seeds, positions, counts, own, sums,
+            accept=ACCEPT, residual=RESIDUAL,
+        ):  # fmt: skip
+            launch.run()
         kept, after = (poisoned(2, dtype=d) for d in (torch.int32, torch.int64))
         match_drafts(chosen, ids, cu, kept, after, max_drafted=3).run()
         return counts, own, kept, after

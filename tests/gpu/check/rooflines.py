@@ -22,6 +22,7 @@ from engine.kernels.linear import product, product_expanded, product_fp8
 from engine.kernels.paged_attention import paged_attention, tiles_for
 from engine.kernels.qkv import qk_norm_rope_kv_write
 from engine.kernels.quantize import quantize
+from engine.kernels.rejection_sample import rejection_sample, sums_for
 from engine.kernels.rmsnorm import add_rmsnorm
 from engine.kernels.sample import sample
 from engine.kernels.silu_mul import silu_mul
@@ -30,6 +31,7 @@ from engine.kernels.weight_only_gemm import pack
 from engine.layers.precision.quantize import INT4_GROUP, quantize_fp8, quantize_int4, quantize_int8
 from engine.layers.rope import RotaryTable
 from engine.models.rope import RopeSpec
+from engine.speculation.base import ACCEPT, RESIDUAL
 from tests.gpu.check.case import BF16, Sizes
 from tests.gpu.check.cases_layers import hopper
 from tests.gpu.check.context import Context
@@ -103,6 +105,11 @@ def run(context: Context) -> dict[str, Any]:
                 lambda r=rows, t=temperature: _sample(context, s, r, t),  # type: ignore[misc]
                 ceiling="read_bytes_per_s",
             )
+        book.take(
+            f"rejection_sample, {rows} requests",
+            lambda r=rows: _rejection_sample(context, s, r),  # type: ignore[misc]
+            ceiling="read_bytes_per_s",
+        )
     if not book.found["kernels"]:
         raise RuntimeError(f"no kernel could be timed: {book.found['not_run']}")
     return book.found
@@ -267,6 +274,29 @@ def _sample(context: Context, s: Sizes, rows: int, temperature: float) -> tuple[
         found = Found.allocate(rows, s.vocab, device)
         launches = sample(
             logits, floats[0], top_k, *floats[1:], seeds, seeds, ids, found, greedy_below=1e-5
+        )  # fmt: skip
+        calls.append(lambda launches=launches: [launch.run() for launch in launches])  # type: ignore[misc]
+    return calls, moved, 0.0
+
+
+def _rejection_sample(context: Context, s: Sizes, requests: int) -> tuple[list[Work], float, float]:
+    """Drafts of four tokens of which none stays, so that a row of both distributions is read for each."""
+    device, drafted, moved = context.device, 4, 2 * requests * s.vocab * 4
+    cu = torch.arange(0, (requests + 1) * drafted, drafted, dtype=torch.int32, device=device)
+    tokens = torch.arange(requests * drafted, device=device) % s.vocab
+    finite = torch.zeros(requests * (drafted + 1), dtype=torch.int8, device=device)
+    seeds = torch.arange(requests, device=device)
+    kept, own = torch.empty_like(seeds, dtype=torch.int32), torch.empty_like(seeds)
+    sums = sums_for(requests, s.vocab, device)
+    calls: list[Work] = []
+    for _ in range(context.timer.copies(moved)):
+        target = torch.rand(len(finite), s.vocab, device=device)
+        proposal = torch.rand(len(tokens), s.vocab, device=device)
+        for rows in (target, proposal):
+            rows /= rows.sum(-1, keepdim=True)
+        launches = rejection_sample(
+            target, proposal, tokens, cu, finite, seeds, seeds, kept, own, sums,
+            accept=ACCEPT, residual=RESIDUAL,
         )  # fmt: skip
         calls.append(lambda launches=launches: [launch.run() for launch in launches])  # type: ignore[misc]
     return calls, moved, 0.0
