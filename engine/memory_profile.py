@@ -5,6 +5,9 @@ the largest step and CUDA graphs is the pool's. Steps run over a single block, w
 every row: what is written there is overwritten again and again, but what attention gathers and what the
 output head and sampling take is as large as it ever gets.
 
+Steps are run without fused parts, which take less, but for one: tokens chosen on the device in a step that is
+not replayed. What that takes besides is known without running it, and added.
+
 Which step is the largest depends on the attention: one long prompt, all requests decoding over long contexts,
 or pieces of many prompts. So one of each is run. Knobs that allow a larger one later have it run then
 (`measure_again`), before they count as applied.
@@ -21,7 +24,9 @@ import torch
 from engine.batch import TextRow
 from engine.config import GIB, EngineConfig
 from engine.graphs import driver
+from engine.graphs.direct import choice_bytes
 from engine.graphs.switch import BUDGET_BYTES
+from engine.kernels import availability
 from engine.memory import host_pool_bytes
 from engine.ops.plain import PLAIN
 from engine.out_of_memory import CardMemory, kind_of, recover, text_of
@@ -31,12 +36,13 @@ from engine.speculation.base import Draft
 from engine.speculation.draft_models import DraftModels
 from engine.speculation.model_drafter import ModelDrafter
 from engine.speculation.proposals import DraftFailed
-from engine.speculation.rounds import RoundDrafter
-from ipc.messages import KnobValue, Sampling
+from engine.speculation.rounds import RoundDrafter, settings
+from ipc.messages import MAX_LOGPROBS, KnobValue, Sampling
 
 log = logging.getLogger(__name__)
 
-SAMPLING = Sampling(temperature=1.0, top_p=0.9)  # has to look at the whole distribution
+# Has to look at the whole distribution, and once more for log-probabilities.
+SAMPLING = Sampling(temperature=1.0, top_p=0.9, logprobs=MAX_LOGPROBS)
 DUMMY = 1  # the token that all of it consists of
 SHARED_TOKENS = 1 << 22
 """Of all requests together where they share blocks: as much as to take all that attention gathers at once
@@ -293,7 +299,7 @@ def _drafts(drafter: RoundDrafter | None, largest: LargestStep, context: int, al
     if not isinstance(drafter, ModelDrafter):
         return []
     try:
-        return drafter.largest(largest.rows, context, alike, largest.drafted, SAMPLING)
+        return drafter.largest(largest.rows, context, alike, largest.drafted, settings(SAMPLING))
     except DraftFailed as error:  # it will say so again when it is to draft; its memory was taken
         log.warning("the draft model could not be measured: %s", error)
         return []
@@ -356,7 +362,17 @@ def _measure(
         largest.run(runner, block_size, context, held, draft(context, largest.longest(context, held)))
     finally:
         decoder.ops, sampler.fused = ops, fused
-    return max(0, torch.cuda.max_memory_reserved(runner.device) - before)
+    measured = max(0, torch.cuda.max_memory_reserved(runner.device) - before)
+    return measured + _chosen_there(runner, largest.rows)
+
+
+def _chosen_there(runner: ModelRunner, rows: int) -> int:
+    """Bytes that a step takes besides where its tokens are chosen on the device and it is not replayed; both
+    can be switched on at any time, where they can be at all.
+    """
+    if driver.probe(runner.device) is not None or availability.probe(runner.device) is not None:
+        return 0
+    return choice_bytes(rows, runner.spec.vocab_size)
 
 
 def _shortage(error: RuntimeError | MemoryError, device: torch.device) -> str:

@@ -26,6 +26,8 @@ from engine.penalties import has_penalty
 from engine.sampling import FusedSampling
 
 MOST_COUNTED = 8192  # distinct tokens of a text that a list has room for
+_SENT = 8  # bytes of a token on its way: itself, and how often it occurred
+_PENALIZED = 11  # of a token while rows are penalized: the same again, and where to find one
 NOTHING = awaited(NOBODY)  # stands for no token
 
 _Numbers = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
@@ -42,6 +44,14 @@ class _Held:
     def covers(self, row: SampledRow) -> bool:
         """Whether it is that of a row's text, or lacks nothing but its newest token."""
         return self.rid == row.rid and row.num_tokens - self.num_tokens in (0, 1)
+
+
+def most_bytes(rows: int, vocab_size: int) -> int:
+    """Bytes of device memory that lists of ``rows`` penalized requests take for a while, at most: all are
+    sent whole, and then worked with, beside those that are kept (see `TextCounts.nbytes`).
+    """
+    room = min(vocab_size, MOST_COUNTED)
+    return rows * (8 + (_SENT + _PENALIZED) * room)  # with the slot that each list is sent to
 
 
 class _Distinct:
@@ -84,7 +94,7 @@ class TextCounts:
 
     def working_bytes(self, shape: GraphShape) -> int:
         """Bytes that a shape's rows take while they are penalized: tokens, counts, and where to find one."""
-        return 11 * shape.tokens * self._room if shape.kind == "adjusted" else 0
+        return _PENALIZED * shape.tokens * self._room if shape.kind == "adjusted" else 0
 
     def num_words(self, shape: GraphShape) -> int:
         """Words of 64 bits that it needs of a step in that shape."""

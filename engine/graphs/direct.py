@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.batch import Batch
+from engine.graphs import counting
 from engine.graphs.choosing import GraphChooser, Needs
 from engine.graphs.driver import Driver
 from engine.graphs.memory import Chosen, Result
@@ -24,6 +25,17 @@ from engine.native import forward_pass
 
 if TYPE_CHECKING:
     from engine.step import Inputs
+
+
+def choice_bytes(rows: int, vocab_size: int) -> int:
+    """Bytes of device memory that choosing the tokens of ``rows`` requests takes for a while, at most, beside
+    their logits and what log-probabilities take, which choosing them without kernels takes too.
+
+    That is where all are penalized for the first time. Asked only where there is triton.
+    """
+    from engine.kernels.vocabulary import Found
+
+    return counting.most_bytes(rows, vocab_size) + Found.bytes_for(rows, vocab_size)
 
 
 class DirectForward:

@@ -12,10 +12,13 @@ import torch
 from engine import memory_profile
 from engine.config import EngineConfig
 from engine.graphs import driver
+from engine.graphs.direct import choice_bytes
 from engine.graphs.switch import BUDGET_BYTES
+from engine.kernels import availability
 from engine.memory_profile import LargestStep, MemoryProfile, profile, size_pool
 from engine.speculation.rounds import RoundDrafter
 from engine.state import state_of
+from ipc.messages import MAX_LOGPROBS
 from tests.engine.core_harness import Engine, load, tiny_folder
 from tests.engine.fake_card import GIB, FakeCard, card
 
@@ -68,8 +71,11 @@ def test_the_largest_step_is_run_and_leaves_nothing(
     for each in (decoding, pieces):
         assert each.rows.lengths.tolist() == [engine.core.runner.max_len] * 8, "blocks may be shared"
         assert len(each.logit_tokens) == 8 * 4
-    assert found == MemoryProfile(80 * GIB, 30 * GIB, 3 * GIB, BUDGET_BYTES)
-    assert found.pool_bytes(0.9) == 72 * GIB - 34 * GIB
+    chosen = choice_bytes(8, engine.core.runner.spec.vocab_size)
+    assert chosen > 8 * 19 * engine.core.runner.spec.vocab_size
+    assert found == MemoryProfile(80 * GIB, 30 * GIB, 3 * GIB + chosen, BUDGET_BYTES)
+    assert found.pool_bytes(0.9) == 72 * GIB - 34 * GIB - chosen
+    assert all(row.sampling.logprobs == MAX_LOGPROBS for batch in batches for row in batch.sampled_rows)
     assert engine.core.runner.kv is None
 
 
@@ -176,6 +182,16 @@ def test_a_step_that_does_not_fit_is_told_with_what_there_is(
     ):
         profile(engine.core.runner, values(engine), 0.9)
     assert engine.core.runner.kv is None
+
+
+@pytest.mark.parametrize("lacks", ["graphs", "kernels"])
+def test_where_the_device_cannot_choose_tokens_nothing_is_added_for_it(
+    engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    watched(engine, card, monkeypatch)
+    monkeypatch.setattr(driver, "probe", lambda device: "no" if lacks == "graphs" else None)
+    monkeypatch.setattr(availability, "probe", lambda device: "no" if lacks == "kernels" else None)
+    assert profile(engine.core.runner, values(engine), 0.9).step == 3 * GIB
 
 
 def test_nothing_left_for_a_pool_names_every_part() -> None:
