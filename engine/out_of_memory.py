@@ -25,9 +25,15 @@ log = logging.getLogger(__name__)
 ERRORS = (MemoryError, torch.OutOfMemoryError)
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
 CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported to ...CaptureWrongThread
-# How errors without a class or code of their own begin or end: of CUDA and Triton, of cuBLAS and its like, of
-# torch's allocator for the CPU (the latter on Windows).
-NO_MEMORY = ("out of memory", "_STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
+# How errors without a class or code of their own begin or end: of torch's allocator for the CPU (the latter
+# on Windows), which says how much was asked for; and of CUDA, Triton, cuBLAS and its like, which do not.
+HOST_MEMORY = ("can't allocate memory", "not enough memory")
+NO_MEMORY = ("out of memory", "_STATUS_ALLOC_FAILED", *HOST_MEMORY)
+# What CUDA and its libraries take they take of what the driver has free, not of what torch holds.
+BESIDE_TORCH = (
+    "it is taken beside what torch holds: end other programs on the card, or give the KV pool less "
+    "(kv_pool_gib, gpu_memory_utilization)"
+)
 MORE_THAN_COUNTS = "Storage size calculation overflowed"  # torch's text where bytes fill more than 64 bits
 # After these every use of the device fails until the process is gone. The runtime and the driver number them
 # alike, and say them alike. Source: CUDA runtime API, `cudaError`.
@@ -203,6 +209,9 @@ def allocating(what: str, device: torch.device, needed: int, advice: str) -> Ite
 def text_of(error: BaseException) -> str:
     """What an error says, of running out of memory in figures; its kind where it says nothing, as Python's
     own MemoryError does.
+
+    How much was asked for torch's own allocator tells. Nobody does where CUDA, cuBLAS, cuDNN or Triton found
+    no memory: then there is what the card has now, and what to do about it.
     """
     said = str(error) or type(error).__name__
     if isinstance(error, torch.OutOfMemoryError):
@@ -210,10 +219,12 @@ def text_of(error: BaseException) -> str:
             setattr(error, _TOLD, _take() or _present())
         told = getattr(error, _TOLD)
         return f"out of device memory: {told}" if told else said
-    if isinstance(error, RuntimeError) and kind_of(error) == "memory" and "CUDA" in said:
+    by_library = isinstance(error, RuntimeError) and not any(each in said for each in HOST_MEMORY)
+    if by_library and kind_of(error) == "memory":
         first = said.splitlines()[0]  # torch adds how to debug kernels
         told = _present()
-        return f"out of device memory: {first}; {told}" if told else first
+        unknown = f"{first}, which does not say how much was asked for"
+        return f"out of device memory: {unknown}; {told}; {BESIDE_TORCH}" if told else first
     return said
 
 

@@ -137,12 +137,30 @@ def test_the_allocator_of_the_cpu_is_known_by_its_text() -> None:
     assert kind_of(caught.value) == "memory"
 
 
-def test_its_text_says_what_the_card_has(card: FakeCard) -> None:
-    assert (
-        text_of(of_cuda(2, "out of memory")) == f"out of device memory: CUDA error: out of memory; {FIGURES}"
-    )
-    told = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-    assert text_of(RuntimeError(told)) == f"out of device memory: {told}; {FIGURES}"
+@pytest.mark.parametrize(
+    "told",
+    [
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA driver error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_its_text_says_what_the_card_has_and_what_to_do(card: FakeCard, told: str) -> None:
+    """What CUDA and its libraries do not tell is not made up; torch's advice on debugging is left out."""
+    errors = [torch.AcceleratorError, RuntimeError] if told.startswith("CUDA error: out") else [RuntimeError]
+    for error in errors:
+        assert text_of(error(f"{told}\nCUDA kernel errors might be reported later")) == (
+            f"out of device memory: {told}, which does not say how much was asked for; {FIGURES}; it is "
+            "taken beside what torch holds: end other programs on the card, or give the KV pool less "
+            "(kv_pool_gib, gpu_memory_utilization)"
+        )
+
+
+def test_the_allocator_of_the_cpu_says_itself_what_it_lacks(card: FakeCard) -> None:
+    said = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 12 bytes"
+    assert text_of(RuntimeError(said)) == said
 
 
 def test_an_engine_that_ends_by_it_says_so() -> None:

@@ -132,7 +132,9 @@ def test_what_the_engine_says_of_memory_devices_and_models_is_translated() -> No
     [
         "out of device memory: 2.00 GiB were asked for, {figures}",
         "out of device memory: {figures}",
-        "out of device memory: CUDA error: out of memory; {figures}",
+        "out of device memory: CUDA error: out of memory, which does not say how much was asked for; "
+        "{figures}; it is taken beside what torch holds: end other programs on the card, or give the KV pool "
+        "less (kv_pool_gib, gpu_memory_utilization)",
         "no memory for a KV pool of 10 blocks of 16 tokens (1.00 GiB on cuda:0): 1.00 GiB are needed, "
         "{figures}; ask for fewer blocks",
         "out of memory while loading: no memory for pinned staging memory: 0.02 GiB are needed, 0.01 GiB can "
@@ -144,9 +146,23 @@ def test_shortages_of_memory_are_translated_to_the_end(text: str) -> None:
         "1.00 GiB of the card's 141.00 GiB are free; torch holds 130.00 GiB, of which 129.00 GiB are in use"
     )
     shown = CATALOGUE.foreign(text.format(figures=figures))
-    left = re.sub(r"GiB|KV|torch|cuda:0|CUDA error: out of memory|ulimit -l", "", shown)
+    kept = "GiB|KV|torch|cuda:0|CUDA error: out of memory|ulimit -l|kv_pool_gib|gpu_memory_utilization"
+    left = re.sub(kept, "", shown)
     assert not re.search(r"[a-z]{2,}", left), shown
     assert ("141.00 GiB" in shown) == ("{figures}" in text)
+
+
+def test_a_kernel_that_does_not_fit_is_told_with_what_it_needs() -> None:
+    """As `engine.kernels.launch` says it, with Triton's own words for what is lacking."""
+    shown = CATALOGUE.foreign(
+        "the kernel add_rmsnorm over [3, 2] (y [3, 40] float32; BLOCK=64, KIND=none) cannot be launched "
+        "(OutOfResources: out of resource: shared memory, Required: 139520, Hardware limit: 101376. Reducing "
+        "block sizes or `num_stages` may help.); switch off the knob that chose this kernel"
+    )
+    assert shown == (
+        "算子 add_rmsnorm（网格 [3, 2]；y [3, 40] float32; BLOCK=64, KIND=none）无法启动（OutOfResources："
+        "资源不足：共享内存 需要 139520，硬件上限为 101376）；请关闭选用此算子的优化项"
+    )
 
 
 @pytest.mark.parametrize(
