@@ -110,9 +110,11 @@ class _CudaDriver:
     def capture(self, body: Callable[[], None]) -> Captured:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            body()  # kernels are compiled, modules loaded and libraries set up: none of it can be captured
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                body()  # kernels are compiled, modules loaded, libraries set up: none of it can be captured
+        finally:  # what failed half way may still write to memory that is then given to others
+            current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # as capturing does first: what that frees is not the graph's
         before = torch.cuda.memory_reserved(self._device)
@@ -128,7 +130,8 @@ class _CudaDriver:
             stop_recording(self._device, self._pool)
             self._begin()  # the stream goes on capturing
             raise
-        return _CudaGraph(graph, torch.cuda.memory_reserved(self._device) - before)
+        # Meanwhile other threads may have given memory back, of which none was the graph's.
+        return _CudaGraph(graph, max(0, torch.cuda.memory_reserved(self._device) - before))
 
 
 class _Arrival:

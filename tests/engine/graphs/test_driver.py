@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,11 @@ DEVICE = torch.device("cuda", 1)
 class Stream:
     def __init__(self, device: torch.device | None = None) -> None:
         self.capturing = False
+        self.waited_for: list[Stream] = []
 
     def wait_stream(self, other: Stream) -> None:
         assert not other.capturing
+        self.waited_for.append(other)
 
 
 class Cuda:
@@ -30,13 +33,14 @@ class Cuda:
         self.recording: set[tuple[int, int]] = set()
         self.released: list[tuple[int, int]] = []
         self._pools = iter(range(1, 99))
+        self.reserved: Iterator[int] = itertools.repeat(0)
         for name in ("graph", "stream", "current_stream", "set_stream", "graph_pool_handle"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(self.reserved))
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
 
@@ -52,8 +56,10 @@ class Cuda:
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     @contextlib.contextmanager
     def graph(self, graph: object, *, pool: tuple[int, int], stream: Stream, **_: Any) -> Iterator[None]:
@@ -101,3 +107,27 @@ def test_a_capture_that_cannot_be_ended_spoils_no_later_one(monkeypatch: pytest.
     driver.capture(lambda: None)
     assert cuda.current is cuda.first
     assert cuda.released == [(0, 1)]  # what was ended is the graph's to release
+
+
+def test_what_fails_before_it_is_captured_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it launched on the side may still write to memory that is given to others by then."""
+    cuda = Cuda(monkeypatch)
+
+    def scarce() -> None:
+        raise torch.OutOfMemoryError("no memory for the logits")
+
+    driver = make_driver(DEVICE)
+    with pytest.raises(torch.OutOfMemoryError):
+        driver.capture(scarce)
+    assert len(cuda.first.waited_for) == 1
+    assert cuda.current is cuda.first
+
+
+@pytest.mark.parametrize(("reserved", "nbytes"), [((100, 140), 40), ((100, 90), 0)])
+def test_a_graph_takes_what_was_reserved_for_it(
+    reserved: tuple[int, int], nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less than nothing it never takes: meanwhile others may have given memory back."""
+    cuda = Cuda(monkeypatch)
+    cuda.reserved = iter(reserved)
+    assert make_driver(DEVICE).capture(lambda: None).nbytes == nbytes
