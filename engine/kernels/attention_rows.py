@@ -76,7 +76,7 @@ def _plan_splits(
     MIN_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    total = tl.zeros((BLOCK,), tl.int32)
+    total = tl.zeros((BLOCK,), tl.int64)  # of long prompts over long contexts it is more than 2^31
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
         here = row < rows

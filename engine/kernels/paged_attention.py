@@ -318,6 +318,7 @@ def paged_attention(
     )
     if max_splits == 1:
         return (attention,)
+    # Whether any row is split is known on the device alone; where none is, programs end after a few numbers.
     return attention, Launch(
         combine_parts,
         (min(split_tokens, tokens), heads),

@@ -320,6 +320,18 @@ def test_the_plan_shares_work_evenly(window: int | None, programs: int) -> None:
     assert split_tiles.item() == expected
 
 
+def test_the_plan_counts_more_tiles_than_32_bits_do() -> None:
+    """Many long prompts over long contexts, of a model whose heads share no keys."""
+    new, lengths = [1 << 14] * 64, [1 << 20] * 64
+    cu = torch.tensor([0, *new]).cumsum(0).to(torch.int32).to(DEVICE)
+    split_tiles = poisoned(1, dtype=torch.int32)
+    sizes = {"programs": 264, "kv_heads": 32, "block_q": 16, "block_n": 64, "window": None}
+    plan_splits(cu, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), split_tiles, **sizes).run()  # type: ignore[arg-type]
+    expected = reference_plan_splits(new, lengths, **sizes)  # type: ignore[arg-type]
+    assert 264 * expected > 2**31
+    assert split_tiles.item() == expected
+
+
 def test_room_for_parts_follows_from_the_shape_of_the_launch() -> None:
     assert [most_splits(rows, 8) for rows in (0, 1, 8, 9, 64, 128, 1000)] == [MAX_SPLITS, 32, 32, 16, 4, 2, 1]
 
