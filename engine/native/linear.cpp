@@ -12,7 +12,8 @@
 #include "vectors.h"
 
 constexpr int ROWS = WIDTH == 16 ? 12 : 6;  // of x at once: their sums fill the registers
-constexpr int64_t BLOCK_COLS = 1024, BLOCK_ROWS = 48;  // of x: 192 KiB, to stay in a core's own cache
+constexpr int64_t BLOCK_COLS = 1024, BLOCK_ROWS = 48;  // of x: 192 KiB, to stay in a core's own cache, and of few rows
+                                                       // as many columns as would be 24 KiB, for the nearest cache
 constexpr int TOGETHER = 4;                            // panels that a single row takes at once
 constexpr int CHUNKS = 16;                             // for each thread, so that all are done at about the same time
 
@@ -34,26 +35,53 @@ struct Part {
     void tile(int64_t row, int64_t nth) const {
         const float* from = x + row * w.num_cols;
         float* to = y + row * y_row + nth * PANEL;
-        Floats sum[M][2 * P];
-        for (int m = 0; m < M; m++)
-            for (int v = 0; v < 2 * P; v++) sum[m][v] = col ? load(to + m * y_row + v * WIDTH) : Floats{};
+        // Near the end of these columns the next to be read are the first ones of the panels behind these.
+        const int64_t last = col_end - AHEAD_BYTES / Kind::STEP_BYTES * Kind::STEP;
+        const int64_t jump = AHEAD_BYTES + (P * Kind::steps(w, w.num_cols) - Kind::steps(w, col_end) +
+                                            Kind::steps(w, col)) * Kind::STEP_BYTES;
         for (int64_t begin = col; begin < col_end;) {
             const int64_t end = std::min(col_end, Kind::run_end(w, begin));
+            const auto before = [=, this](int m, int v) { return begin ? load(to + m * y_row + v * WIDTH) : Floats{}; };
             typename Kind::Reader readers[P];
             for (int p = 0; p < P; p++) readers[p] = typename Kind::Reader(w, panel + nth + p, begin);
+            Floats sum[M][2 * P];
+            for (int m = 0; m < M; m++)
+                for (int v = 0; v < 2 * P; v++) sum[m][v] = Kind::GROUPED ? Floats{} : before(m, v);
+            int64_t k = begin;
 #pragma GCC unroll 2  // or as many instructions tell where numbers are as multiply them
-            for (int64_t k = begin; k < end; k++) {
-                Floats wide[2 * P];
-                for (int p = 0; p < P; p++) readers[p].template next<!STREAMED<Kind, M>>(wide[2 * p], wide[2 * p + 1]);
-                for (int m = 0; m < M; m++) {
-                    const Floats value = splat(from[m * w.num_cols + k]);
-                    for (int v = 0; v < 2 * P; v++) sum[m][v] += value * wide[v];
+            for (; k + Kind::STEP <= end; k += Kind::STEP)
+                add<M, P>(readers, from + k, Kind::STEP, k < last ? AHEAD_BYTES : jump, sum);
+            if (k < end) add<M, P>(readers, from + k, int(end - k), jump, sum);
+            for (int m = 0; m < M; m++)
+                for (int v = 0; v < 2 * P; v++) {
+                    if constexpr (Kind::GROUPED) {
+                        sum[m][v] *= readers[v / 2].scale(v % 2);
+                        hold(sum[m][v]);  // rounded here whatever M and P are, not in one with the addition for some
+                        sum[m][v] += before(m, v);
+                    }
+                    store(to + m * y_row + v * WIDTH, sum[m][v]);
                 }
-            }
             begin = end;
         }
-        for (int m = 0; m < M; m++)
-            for (int v = 0; v < 2 * P; v++) store(to + m * y_row + v * WIDTH, sum[m][v]);
+    }
+
+    // `count` input channels, from those of x at `from` on; what lies `ahead` bytes further is asked for.
+    template <int M, int P>
+    __attribute__((always_inline)) void add(typename Kind::Reader (&readers)[P], const float* from, int count,
+                                            int64_t ahead, Floats (&sum)[M][2 * P]) const {
+        for (int p = 0; p < P; p++) {
+            readers[p].template take<!STREAMED<Kind, M>>(ahead);
+#pragma GCC unroll 4
+            for (int i = 0; i < count; i++) {
+                Floats low, high;
+                readers[p].channel(i, low, high);
+                for (int m = 0; m < M; m++) {
+                    const Floats value = splat(from[m * w.num_cols + i]);
+                    sum[m][2 * p] += value * low;
+                    sum[m][2 * p + 1] += value * high;
+                }
+            }
+        }
     }
 
     template <int M, int P>
@@ -78,9 +106,11 @@ struct Part {
 template <typename Kind>
 static void add_panels(const PanelWeight& w, const float* x, int64_t num_rows, float* y, int64_t y_row, int64_t first,
                        int64_t last) {
+    int64_t cols = std::max(BLOCK_COLS, BLOCK_COLS * ROWS / std::max<int64_t>(1, num_rows));
+    if (Kind::GROUPED) cols = std::max<int64_t>(1, cols / w.group) * w.group;  // groups are not divided
     for (int64_t top = 0; top < num_rows; top += BLOCK_ROWS)
-        for (int64_t col = 0; col < w.num_cols; col += BLOCK_COLS) {
-            const int64_t rows = std::min(BLOCK_ROWS, num_rows - top), col_end = std::min(col + BLOCK_COLS, w.num_cols);
+        for (int64_t col = 0; col < w.num_cols; col += cols) {
+            const int64_t rows = std::min(BLOCK_ROWS, num_rows - top), col_end = std::min(col + cols, w.num_cols);
             // One panel after the other, each for all of these rows: it is in the nearest cache by then.
             const int64_t step = rows <= ROWS ? last - first : 1;
             for (int64_t panel = first; panel < last; panel += step) {

@@ -16,6 +16,8 @@ from engine.native.structs import LinearWeight
 PanelKind = Literal["fp32", "bf16", "int8", "int4"]
 PLAIN_KINDS: dict[torch.dtype, PanelKind] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
+STEP = 4  # input channels that codes of 4 bits lie together for, `Int4Panels::STEP`
+
 
 class Panels:
     """A weight [out, in] in panels of ``panel`` output channels, the last one filled up with zeros.
@@ -92,9 +94,15 @@ def int8(codes: Tensor, scales: Tensor, panel: int) -> Panels:
 
 def int4(codes: Tensor, scales: Tensor, zeros: Tensor, group: int, panel: int) -> Panels:
     """Of uint8 codes 0..15 [out, in]: ``(code - zero) * scale``, scales and zeros [groups, out]."""
-    halves = _halves(codes, panel).permute(0, 3, 1, 2)  # [panels, in, half, channel]
-    both = halves[:, :, 0] | (halves[:, :, 1] << 4)
-    return Panels("int4", _shape(codes), panel, both, scales=scales, zeros=zeros, group=group)
+    cols = codes.shape[1]
+    halves = _halves(codes, panel)
+    both = halves[:, 0] | (halves[:, 1] << 4)  # [panels, channel, in]
+    # Each group in steps of `STEP` input channels, the last step of a group filled up.
+    whole = F.pad(both, (0, -cols % group)).reshape(*both.shape[:2], -1, group)
+    steps = F.pad(whole, (0, -group % STEP)).reshape(*both.shape[:2], -1, STEP)
+    used = cols // group * -(-group // STEP) + -(-(cols % group) // STEP)
+    steps = steps[:, :, :used].transpose(1, 2)  # [panels, step, channel, STEP]
+    return Panels("int4", _shape(codes), panel, steps, scales=scales, zeros=zeros, group=group)
 
 
 def _shape(weight: Tensor) -> tuple[int, int]:

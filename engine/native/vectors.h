@@ -27,6 +27,7 @@ typedef int32_t Ints __attribute__((vector_size(WIDTH * 4)));
 typedef uint16_t Halves __attribute__((vector_size(WIDTH * 2)));
 typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
 typedef uint8_t UnsignedBytes __attribute__((vector_size(WIDTH)));
+typedef uint8_t WordBytes __attribute__((vector_size(WIDTH * 4)));
 
 template <typename Vector>
 static inline Vector read(const void* from) {
@@ -53,6 +54,21 @@ static inline Words widened(const uint8_t* from) {
     return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 #else
     return __builtin_convertvector(read<UnsignedBytes>(from), Words);
+#endif
+}
+
+// Byte `i` of each word, the lowest being byte 0, as its highest one, with zeros below: 2^24 times the signed byte.
+static inline Ints raised(Words words, int i) {
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+    Words from;  // of each byte the place in its 128 bits, or 0x80: a zero
+    for (int lane = 0; lane < WIDTH; lane++) from[lane] = uint32_t(lane % 4 * 4 + i) << 24 | 0x808080u;
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_shuffle_epi8((__m512i)words, (__m512i)from);
+#else
+    return (Ints)_mm256_shuffle_epi8((__m256i)words, (__m256i)from);
+#endif
+#else
+    return (Ints)(words << (24 - 8 * i) & 0xff000000u);
 #endif
 }
 

@@ -54,12 +54,15 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(native: Kernels, dtype: tor
 
 
 @pytest.mark.parametrize(
-    ("out", "cols", "group"), [(1, 2, 2), (33, 1030, 128), (200, 96, 40), (576, 1536, 128)]
+    ("out", "cols", "group"),
+    [(1, 2, 2), (17, 70, 7), (33, 1030, 128), (200, 96, 40), (20, 2100, 1500), (576, 1536, 128)],
 )
 def test_codes_are_multiplied_as_the_weight_that_they_stand_for(
     native: Kernels, out: int, cols: int, group: int
 ) -> None:
-    """int8 with a scale a channel and int4 in groups, also where a group ends within a block or with one."""
+    """int8 with a scale a channel and int4 in groups, also where a group ends within a block or with one, is
+    longer than one, or is no multiple of the input channels that are read together.
+    """
     generator = torch.Generator().manual_seed(out)
     width, groups = native.panel_width, -(-cols // group)
     codes8 = torch.randint(-128, 128, (out, cols), generator=generator, dtype=torch.int8)
