@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.native import panels
 from engine.native.structs import AttentionItems, AttentionLayer
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def wrong(found: Kernels) -> str:
     generator = torch.Generator().manual_seed(1)
     checks = {
         "products": _products,
+        "products of codes": _codes,
         "norm": _norm,
         "activation": _activation,
         "attention": _attention,
@@ -44,6 +46,35 @@ def _products(found: Kernels, generator: torch.Generator) -> tuple[Tensor, Tenso
     got = torch.cat((found.linear(x, packed), alone, found.linear(x, found.pack(x))), dim=1)
     product = x.double() @ weight.double().t()
     return got, torch.cat((product, product, x.double() @ x.double().t()), dim=1)
+
+
+def _codes(found: Kernels, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """int8 with a scale a channel and int4 in groups, the last one short; each by its largest number."""
+
+    def ints(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    out, group, x = 50, 32, torch.randn(ROWS, COLS, generator=generator)
+    codes, nibbles, zeros = (
+        ints(-128, 128, out, COLS),
+        ints(0, 16, out, COLS),
+        ints(0, 17, -(-COLS // group), out),
+    )
+    of_channel, of_group = (torch.rand(shape, generator=generator) for shape in (out, zeros.shape))
+    zero, scale = (each.double().t().repeat_interleave(group, 1)[:, :COLS] for each in (zeros, of_group))
+    width = found.panel_width
+    cases = (
+        (panels.int8(codes.to(torch.int8), of_channel, width), codes * of_channel.double()[:, None]),
+        (panels.int4(nibbles.to(torch.uint8), of_group, zeros, group, width), (nibbles - zero) * scale),
+    )
+    got, expected = list[Tensor](), list[Tensor]()
+    for packed, weight in cases:
+        product = x.double() @ weight.t()
+        size = float(product.abs().max())
+        alone = torch.cat([found.linear(row[None], packed) for row in x])
+        got += [found.linear(x, packed) / size, alone / size]
+        expected += [product / size] * 2
+    return torch.cat(got), torch.cat(expected)
 
 
 def _norm(found: Kernels, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,9 @@ def test_what_was_compiled_here_is_right() -> None:
     assert found.vector_width in (4, 8, 16)
 
 
-@pytest.mark.parametrize("part", ["_products", "_norm", "_activation", "_attention", "_distributions"])
+@pytest.mark.parametrize(
+    "part", ["_products", "_codes", "_norm", "_activation", "_attention", "_distributions"]
+)
 def test_a_part_that_is_wrong_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = kernels()
     assert found is not None, unavailable()
