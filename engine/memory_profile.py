@@ -62,6 +62,7 @@ class LargestStep:
     for ``drafted`` tokens and one more. ``shared``: they may have blocks in common, so that together they
     look at more than the pool holds. ``way``: by what it is computed, as far as memory depends on it.
     ``by_model``: a draft model drafts before it. ``drawn``: drafts come with their probabilities.
+    ``undrafted``: requests in a step that has no drafts, which may be more.
     """
 
     tokens: int
@@ -71,6 +72,7 @@ class LargestStep:
     way: tuple[object, ...] = ()
     by_model: bool = False
     drawn: bool = False
+    undrafted: int = 0
 
     @classmethod
     def of(cls, values: Mapping[str, KnobValue], attention: str = "") -> LargestStep:
@@ -78,14 +80,17 @@ class LargestStep:
         kind = values["speculation"]
         drafted = int(values["spec_tokens"] or 0) if kind != "off" else 0
         tokens = int(values["max_num_batched_tokens"] or 0)
-        rows = max(1, min(int(values["max_num_seqs"] or 0), tokens // (drafted + 1)))
+        seqs = int(values["max_num_seqs"] or 0)
+        rows, undrafted = (max(1, min(seqs, tokens // each)) for each in (drafted + 1, 1))
         way = (attention, *(values.get(knob) for knob in WAYS))
         drawn = kind in ("draft", "self") and values.get("spec_sampling") == "rejection"
-        return cls(tokens, rows, drafted, bool(values.get("prefix_cache")), way, kind == "draft", drawn)
+        shared = bool(values.get("prefix_cache"))
+        return cls(tokens, rows, drafted, shared, way, kind == "draft", drawn, undrafted)
 
     def covers(self, other: LargestStep) -> bool:
         """Whether the other step takes no more than this one."""
         pairs = [(self.tokens, other.tokens), (self.rows, other.rows), (self.drafted, other.drafted)]
+        pairs.append((self.undrafted, other.undrafted))
         return (
             self.way == other.way
             and self.shared >= other.shared
@@ -363,7 +368,7 @@ def _measure(
     finally:
         decoder.ops, sampler.fused = ops, fused
     measured = max(0, torch.cuda.max_memory_reserved(runner.device) - before)
-    return measured + _chosen_there(runner, largest.rows)
+    return measured + _chosen_there(runner, largest.undrafted)
 
 
 def _chosen_there(runner: ModelRunner, rows: int) -> int:

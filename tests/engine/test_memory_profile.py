@@ -12,7 +12,6 @@ import torch
 from engine import memory_profile
 from engine.config import EngineConfig
 from engine.graphs import driver
-from engine.graphs.direct import choice_bytes
 from engine.graphs.switch import BUDGET_BYTES
 from engine.kernels import availability
 from engine.memory_profile import LargestStep, MemoryProfile, profile, size_pool
@@ -25,6 +24,7 @@ from tests.engine.fake_card import GIB, FakeCard, card
 __all__ = ["card"]
 
 PROMPT = [5, 6, 7, 8, 9]
+A_REQUEST = 1000  # bytes that choosing its token takes beside a step
 
 
 @pytest.fixture
@@ -51,6 +51,13 @@ def watched(engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> 
     return batches
 
 
+def chooses_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs can be captured, kernels launched, and what choosing tokens by these takes is known."""
+    for where in (driver, availability):
+        monkeypatch.setattr(where, "probe", lambda device: None)
+    monkeypatch.setattr(memory_profile, "choice_bytes", lambda rows, vocab_size: rows * A_REQUEST)
+
+
 def test_the_largest_step_is_run_and_leaves_nothing(
     engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +65,7 @@ def test_the_largest_step_is_run_and_leaves_nothing(
     every row at its end, with few tokens each, and with as many as a step has room for.
     """
     batches = watched(engine, card, monkeypatch)
-    monkeypatch.setattr(driver, "probe", lambda device: None)
+    chooses_on_device(monkeypatch)
     found = profile(engine.core.runner, values(engine, speculation="ngram"), 0.9)
     batch, decoding, pieces = batches
     assert len(batch.ids) == 96
@@ -71,8 +78,7 @@ def test_the_largest_step_is_run_and_leaves_nothing(
     for each in (decoding, pieces):
         assert each.rows.lengths.tolist() == [engine.core.runner.max_len] * 8, "blocks may be shared"
         assert len(each.logit_tokens) == 8 * 4
-    chosen = choice_bytes(8, engine.core.runner.spec.vocab_size)
-    assert chosen > 8 * 19 * engine.core.runner.spec.vocab_size
+    chosen = 8 * A_REQUEST
     assert found == MemoryProfile(80 * GIB, 30 * GIB, 3 * GIB + chosen, BUDGET_BYTES)
     assert found.pool_bytes(0.9) == 72 * GIB - 34 * GIB - chosen
     assert all(row.sampling.logprobs == MAX_LOGPROBS for batch in batches for row in batch.sampled_rows)
@@ -156,6 +162,18 @@ def test_rows_never_ask_for_more_tokens_than_a_step_has(
     assert made[0].num_tokens + len(made[0].draft) == 4096
 
 
+def test_requests_of_a_step_without_drafts_are_counted_whatever_drafts_leave_room_for(
+    engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is drafted changes from step to step, and how many tokens are chosen on the device."""
+    watched(engine, card, monkeypatch)
+    chooses_on_device(monkeypatch)
+    few = values(engine, speculation="ngram", spec_tokens=3, max_num_batched_tokens=16, max_num_seqs=16)
+    assert (LargestStep.of(few).rows, LargestStep.of(few).undrafted) == (4, 16)
+    assert not LargestStep.of({**few, "max_num_seqs": 8}).covers(LargestStep.of(few))
+    assert profile(engine.core.runner, few, 0.9).step == 3 * GIB + 16 * A_REQUEST
+
+
 def test_several_prompts_fill_a_step_that_is_longer_than_a_context() -> None:
     step = LargestStep(tokens=96, rows=8, drafted=2)
     made = step.rows_of(16, 30)
@@ -189,6 +207,7 @@ def test_where_the_device_cannot_choose_tokens_nothing_is_added_for_it(
     engine: Engine, card: FakeCard, monkeypatch: pytest.MonkeyPatch, lacks: str
 ) -> None:
     watched(engine, card, monkeypatch)
+    chooses_on_device(monkeypatch)
     monkeypatch.setattr(driver, "probe", lambda device: "no" if lacks == "graphs" else None)
     monkeypatch.setattr(availability, "probe", lambda device: "no" if lacks == "kernels" else None)
     assert profile(engine.core.runner, values(engine), 0.9).step == 3 * GIB

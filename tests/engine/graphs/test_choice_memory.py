@@ -21,7 +21,6 @@ from engine.graphs.choosing import GraphChooser
 from engine.graphs.direct import choice_bytes
 from engine.graphs.memory import Result
 from engine.graphs.shapes import GraphShape
-from engine.kernels.vocabulary import Found
 from engine.plan import ScheduledRequest
 from engine.request import Request
 from engine.speculation.verify import DraftSampler
@@ -29,6 +28,7 @@ from ipc.messages import Sampling
 from tests.engine.driving import CPU
 from tests.engine.graphs.fakes import FakeDriver, GreedySampling
 
+Found = pytest.importorskip("engine.kernels.vocabulary", exc_type=ImportError).Found  # which needs triton
 VOCAB, ROWS, BLOCK = 3000, 12, 4096
 PENALIZED = Sampling(temperature=0.0, repetition_penalty=1.5, presence_penalty=0.5)
 
