@@ -10,6 +10,7 @@ tokens too: where a prompt is cut into chunks, or what of it was cached, changes
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from engine.kv_quant import KVQuantizer
 from engine.kv_scales import KVScales, KVScalesError
 from engine.models.spec import ModelSpec
+from engine.native.pages import zeros_in_large_pages
 from engine.out_of_memory import allocating
 
 KV_DTYPES = ("model", "fp8_e4m3", "int8")
@@ -97,8 +99,8 @@ class KVCache:
         size = num_blocks * per_block
         what = f"a KV pool of {num_blocks} blocks of {block_size} tokens ({size / 2**30:.2f} GiB on {device})"
         with allocating(what, device, size, "ask for fewer blocks"):
-            k = [torch.zeros(shape, dtype=held, device=device) for _ in range(spec.num_layers)]
-            v = [torch.zeros(shape, dtype=held, device=device) for _ in range(spec.num_layers)]
+            both = _zeros(2 * spec.num_layers, shape, held, device)
+        k, v = both[: spec.num_layers], both[spec.num_layers :]
         return cls(num_blocks, block_size, storage, compute, device, k, v, per_block, quantizer)
 
     @staticmethod
@@ -188,3 +190,9 @@ class KVCache:
                 paged[index] = torch.nan_to_num(held, nan=0.0, posinf=0.0, neginf=0.0)
             else:  # bytes of e4m3, which has two NaN and no infinities
                 paged[index] = held.masked_fill(held & 0x7F == 0x7F, 0)
+
+
+def _zeros(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    if device.type == "cpu" and sys.platform == "linux":  # where there are such pages
+        return zeros_in_large_pages(count, shape, dtype)
+    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]

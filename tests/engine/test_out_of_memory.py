@@ -204,7 +204,11 @@ def test_a_pool_that_does_not_fit_leaves_room_for_the_one_before(
         made.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr("engine.kv_cache.torch.zeros", scarce)
+    def one_by_one(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+        """As on a card."""
+        return [scarce(shape, dtype=dtype, device=device) for _ in range(count)]
+
+    monkeypatch.setattr("engine.kv_cache._zeros", one_by_one)
     engine.set(block_size=4)
     engine.run()
     [apply] = engine.heard.applies

@@ -1,4 +1,4 @@
-"""Memory for weights: what is put there stays as it is, lies where it should, and is given back."""
+"""Memory in large pages: what is put there stays as it is, lies where it should, and is given back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.native import pages
-from engine.native.pages import LINE, PAGE, SLAB, in_large_pages
+from engine.native.pages import LINE, PAGE, SLAB, in_large_pages, zeros_in_large_pages
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,22 @@ def test_memory_begins_with_a_page() -> None:
     assert in_large_pages(torch.ones(3)).data_ptr() % PAGE == 0
 
 
-def test_it_is_in_large_pages_where_the_system_has_them() -> None:
+def test_zeros_are_apart_and_freed_together() -> None:
+    """Of sizes beside lines and pages."""
+    for shape, dtype in (((5, 3, 7), torch.bfloat16), ((1, 1, 1), torch.int8), ((1 << 20, 3), torch.float32)):
+        made = zeros_in_large_pages(3, shape, dtype)
+        assert all(not each.any() and each.shape == shape and each.dtype == dtype for each in made)
+        assert all(each.is_contiguous() and each.data_ptr() % LINE == 0 for each in made)
+        made[1].fill_(1)
+        assert not made[0].any()
+        assert not made[2].any()
+        last = made.pop()
+        made.clear()
+        assert not last.any()
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_it_is_in_large_pages_where_the_system_has_them(zeros: bool) -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text():
         pytest.skip("this system gives no large pages")
@@ -57,9 +72,12 @@ def test_it_is_in_large_pages_where_the_system_has_them() -> None:
         return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:")) << 10
 
     before = held()
-    kept = in_large_pages(torch.ones(24 << 20, dtype=torch.uint8))
+    if zeros:
+        kept = zeros_in_large_pages(3, (8, 1 << 20), torch.uint8)[-1]
+    else:
+        kept = in_large_pages(torch.ones(24 << 20, dtype=torch.uint8))
     assert held() - before >= 12 << 20  # there may not be enough free ones that lie together
-    assert kept[-1] == 1
+    assert kept.view(-1)[-1] == (not zeros)
 
 
 def test_memory_is_freed_with_the_last_that_lies_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
