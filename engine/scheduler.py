@@ -11,7 +11,9 @@ a step is launched, marks tokens as computed.
 
 Drafts are no part of this. Blocks for them are lent from what nobody needs and taken back before the next
 plan, so they change nobody's turn and preempt nobody; and what was drafted counts as computed once it is
-known to hold (`keep_drafts`), so that nothing has to be undone where it does not.
+known to hold (`keep_drafts`), so that nothing has to be undone where it does not. A plan that is made while a
+step with drafts computes counts on none of them. But its step may turn out to lie behind some (`num_maybe`):
+`make_way` has lent it blocks for that, else there is no such plan.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from engine.admission import Grant, SchedulerKnobs
 from engine.block_pool import BlockView, LedgerError
 from engine.knobs import MAX_SEQS
 from engine.kv_manager import KVManager
+from engine.lending import Lending
 from engine.plan import Copy, Preemption, PreemptReason, ScheduledRequest, StepPlan
 from engine.planner import Planner
 from engine.prefix_cache import MISS_NO_RUN, Match
@@ -59,7 +62,6 @@ class Scheduler:
         self._release_slot = release_slot
         self._free_slots = list(range(MAX_SEQS))  # a heap, so that low slots are used first
         self._in_flight: dict[bytes, int] = {}  # key of a block that a running request will fill -> its rid
-        self._lent: dict[int, Request] = {}  # rid -> who was lent blocks for drafts since the last plan
         self._now_ns = 0  # of the last plan
         self._new_pool(num_blocks, block_size, 0, 0)
 
@@ -201,8 +203,7 @@ class Scheduler:
     def plan(self, now_ns: int) -> StepPlan:
         """Decide the next step. Allocates its blocks; `advance` must follow when it is launched."""
         self._now_ns = now_ns
-        if self._lent:
-            self._take_back()
+        self._lending.take_back()
         return Planner(self, now_ns).make()
 
     def find(self, request: Request) -> Match:
@@ -268,19 +269,20 @@ class Scheduler:
         """Give running requests blocks for so many tokens, drafts included, as far as nobody misses them.
 
         Returns how many tokens each one's blocks cover then. What was lent and is not in use by then is taken
-        back by the next plan; no step that is in flight may use it.
+        back by the next plan, but for what a step in flight uses, or the one behind it may.
         """
-        size, spare, covered = self.pool.block_size, -1, list[int]()
-        for request, num_tokens in wanted:
-            lacking = -(-num_tokens // size) - len(request.block_table)
-            if lacking > 0:
-                spare = self._spare_blocks() if spare < 0 else spare
-                count = min(lacking, spare)
-                spare -= count
-                request.block_table += self.pool.allocate(count, request.rid)
-                self._lent[request.rid] = request
-            covered.append(len(request.block_table) * size)
-        return covered
+        return self._lending.lend(wanted)
+
+    def make_way(self) -> bool:
+        """Lend who may get drafted tokens with the pending one the blocks that his next step takes then.
+
+        False if that step is not to be planned yet: there are not enough that nobody misses, or somebody
+        waits who could start, perhaps from tokens that are not known yet.
+        """
+        knobs = self.knobs
+        if self.waiting and (knobs.by_priority or len(self.running) < knobs.max_num_seqs):
+            return False
+        return self._lending.make_way()
 
     def keep_drafts(self, request: Request, drafted: int, accepted: int) -> None:
         """The first ``accepted`` of ``drafted`` tokens hold, behind the computed ones in ``token_ids``."""
@@ -341,24 +343,6 @@ class Scheduler:
         if kv.window is not None and (first := kv.lead(start)) < kv.lead(end):
             self._show_sharers(kv.release_outside(request, first), first)
 
-    def _spare_blocks(self) -> int:
-        """Blocks that are left when every running request has room for its tokens and one more."""
-        pool, size = self.pool, self.pool.block_size
-        needed = sum(
-            max(0, request.num_known // size + 1 - len(request.block_table)) for request in self.running
-        )
-        return max(0, pool.num_available - needed - pool.num_blocks // 100)
-
-    def _take_back(self) -> None:
-        """Free the blocks that were lent and hold no token that is known."""
-        size = self.pool.block_size
-        for request in self._lent.values():
-            used = -(-request.num_known // size)
-            if len(request.block_table) > used:
-                self.pool.release(request.block_table[used:])
-                del request.block_table[used:]
-        self._lent.clear()
-
     def _announce(self, request: Request) -> None:
         """Tell whoever waits which blocks this request is going to fill."""
         size = self.pool.block_size
@@ -379,7 +363,7 @@ class Scheduler:
             if self._in_flight.get(key) == request.rid:
                 del self._in_flight[key]
         self._show_sharers(self.kv.leave(request))
-        self._lent.pop(request.rid, None)
+        self._lending.forget(request.rid)
         heapq.heappush(self._free_slots, request.slot)
         self._release_slot(request.slot)
         request.slot = NO_SLOT
@@ -410,8 +394,8 @@ class Scheduler:
             num_swap_blocks=num_swap_blocks,
         )
         self.pool, self.cache = self.kv.pool, self.kv.cache
+        self._lending = Lending(self.pool, self.running)
         self._in_flight.clear()
-        self._lent.clear()
 
 
 def _by_order(request: Request) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import pytest
 from engine.plan import ScheduledRequest, StepPlan
 from engine.request import Request
 from engine.speculation.limits import draft_room
-from tests.engine.drive import Drive, expected_output, next_token
+from tests.engine.drive import STEP_NS, Drive, expected_output, next_token
 
 WRONG = -1
 
@@ -47,6 +47,7 @@ class DraftingDrive(Drive):
         super().launch(plan)
         for request in rows:
             self._write(request, *self.drafts[request.rid])
+            request.num_maybe = self.drafts[request.rid][0]
 
     def land(self) -> None:
         plan, self.flight = self.flight, None
@@ -54,7 +55,7 @@ class DraftingDrive(Drive):
             request = row.request
             if not request.num_pending or request.is_finished:
                 continue
-            request.num_pending = 0
+            request.num_pending = request.num_maybe = 0
             drafted, accepted = self.drafts.get(request.rid, (0, 0))
             for _ in range(accepted + 1):
                 request.token_ids.append(next_token(request.token_ids))
@@ -78,16 +79,64 @@ class DraftingDrive(Drive):
             block[position % size] = (*request.cache_salt.encode(), *ids)
 
 
+class StagingDrive(DraftingDrive):
+    """Every other step is planned before anybody knows what held of the drafts of the one before it.
+
+    If it only decodes, it is computed then too, as on a device that moves its rows.
+    """
+
+    def __init__(self, rng: random.Random, **options: Any) -> None:
+        super().__init__(rng, overlap=True, **options)
+        self.moved = self.refused = 0  # steps that were computed so, and that could not be planned so
+
+    def step(self) -> StepPlan:
+        flight = self.flight
+        if flight is None or not any(drafted for drafted, _ in self.drafts.values()):
+            return super().step()
+        if not self.scheduler.make_way():
+            self.refused += 1
+            self.land()
+            return super().step()
+        self.now_ns += STEP_NS
+        plan = self.plan()
+        if all(row.num_new == 1 and row.request.num_pending for row in plan.scheduled):
+            self.moved += 1
+            for copy in self.scheduler.take_copies():
+                self._copy(copy)
+            for row in plan.scheduled:
+                self._write_behind(row.request)
+        self.land()
+        self.drafts = {}
+        plan.scheduled = [row for row in plan.scheduled if row.request.is_running]
+        if plan.scheduled:
+            Drive.launch(self, plan)
+        self.plans.append(plan)
+        return plan
+
+    def _write_behind(self, request: Request) -> None:
+        """The newest token's keys and values, where the drafted tokens that hold put it."""
+        size, ids = self.scheduler.pool.block_size, list(request.token_ids)
+        for _ in range(self.drafts.get(request.rid, (0, 0))[1] + 1):
+            ids.append(next_token(ids))
+        if len(ids) == request.max_total:
+            return  # it ends, and may lack a block for that one
+        block = self.memory.setdefault(request.block_table[(len(ids) - 1) // size], {})
+        block[(len(ids) - 1) % size] = (*request.cache_salt.encode(), *ids)
+
+
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", [DraftingDrive, StagingDrive])
 @pytest.mark.parametrize("options", [
     {}, {"window": 6}, {"prefix_cache": False}, {"preemption": "swap", "swap_blocks": 12},
     {"prefix_blocks": 8}, {"kv_allocation": "contiguous"}, {"policy": "priority"},
-    {"window": 5, "preemption": "swap", "swap_blocks": 12, "prefix_blocks": 4},
+    {"window": 5, "preemption": "swap", "swap_blocks": 12, "prefix_blocks": 4}, {"max_num_seqs": 2},
 ], ids=str)  # fmt: skip
-def test_drafts_leave_keys_values_and_blocks_right(options: dict[str, Any], seed: int) -> None:
+def test_drafts_leave_keys_values_and_blocks_right(
+    options: dict[str, Any], kind: type[DraftingDrive], seed: int
+) -> None:
     """A18, A41: with preemption by recompute and swap, the prefix cache and its host tier, and windows."""
     rng = random.Random(seed)
-    drive = DraftingDrive(rng, num_blocks=20, block_size=rng.choice([1, 2, 4]), **options)
+    drive = kind(rng, num_blocks=20, block_size=rng.choice([1, 2, 4]), **options)
     size = drive.scheduler.pool.block_size
     requests, longest = [], 20 * size // 2
     prefix = [rng.randrange(97) for _ in range(longest)]
@@ -113,6 +162,9 @@ def test_drafts_leave_keys_values_and_blocks_right(options: dict[str, Any], seed
         assert request.num_tokens == request.max_total
     assert drive.scheduler.pool.num_used == 0
     assert drive.lent == 0 if "kv_allocation" in options else drive.lent > 0
+    if isinstance(drive, StagingDrive):
+        assert drive.moved > 5
+        assert drive.refused > 0
 
 
 def test_nothing_is_lent_that_somebody_needs() -> None:
@@ -143,6 +195,97 @@ def test_what_is_lent_is_no_reason_to_preempt_or_to_wait() -> None:
     assert {row.request for row in plan.scheduled} == {first, second}
     assert not drive.preemptions
     assert len(first.block_table) == 1
+
+
+def test_a_plan_behind_drafts_leaves_the_blocks_that_it_may_come_to() -> None:
+    """Four tokens, three drafted: the next one may be the eighth, then the ninth. What it does not come to is
+    taken back once that is known."""
+    drive = Drive(num_blocks=8, block_size=4)
+    request = drive.add([1] * 3, 20)
+    drive.step()
+    drive.land()
+    scheduler = drive.scheduler
+    plan = drive.plan()
+    assert scheduler.lend([(request, 8)]) == [8]
+    scheduler.advance(plan)
+    request.num_pending, request.num_maybe = 1, 4
+    assert scheduler.make_way()
+    assert len(request.block_table) == 3
+    for _ in range(2):
+        behind = drive.plan()
+        assert [row.request for row in behind.scheduled] == [request]
+        assert len(request.block_table) == 3
+    request.num_pending = request.num_maybe = 0
+    request.token_ids += [2, 3]
+    scheduler.keep_drafts(request, 4, 1)
+    drive.plan()
+    assert len(request.block_table) == 2
+    scheduler.check()
+
+
+@pytest.mark.parametrize(("num_blocks", "is_made"), [(5, False), (6, True)])
+def test_no_way_is_made_at_the_cost_of_others(num_blocks: int, is_made: bool) -> None:
+    """Each has four tokens in a block and the fifth on its way: one block is for that of the other. The first
+    may have nine then, in three blocks."""
+    drive = Drive(num_blocks=num_blocks, block_size=4)
+    first, second = drive.add([1] * 3, 8), drive.add([2] * 3, 8)
+    drive.step()
+    scheduler = drive.scheduler
+    scheduler.advance(drive.plan())
+    first.num_pending = second.num_pending = 1
+    first.num_maybe = 4
+    assert scheduler.make_way() == is_made
+    if is_made:
+        plan = drive.plan()
+        assert [len(row.request.block_table) for row in plan.scheduled] == [3, 2]
+    assert not drive.preemptions
+
+
+def test_no_way_is_made_in_blocks_that_were_lent_before_and_somebody_misses_now() -> None:
+    drive = Drive(num_blocks=4, block_size=4)
+    first = drive.add([1] * 3, 12)
+    drive.step()
+    scheduler = drive.scheduler
+    scheduler.advance(drive.plan())
+    assert scheduler.lend([(first, 12)]) == [12]
+    first.num_pending, first.num_maybe = 1, 7
+    assert scheduler.make_way()
+    second = drive.add([2] * 3, 8)
+    plan = drive.plan()
+    assert plan.admitted == [second]
+    plan.drop([row for row in plan.scheduled if row.request is first])
+    scheduler.advance(plan)
+    second.num_pending = 1
+    assert scheduler.pool.num_available == 0
+    assert not scheduler.make_way()
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_num_seqs": 1}, {"max_num_seqs": 2}, {"policy": "priority"}], ids=str
+)
+def test_no_way_is_made_where_somebody_may_start_instead(options: dict[str, Any]) -> None:
+    """Unless all seats are taken, whatever blocks there are."""
+    drive = Drive(num_blocks=8, block_size=4, **options)
+    first = drive.add([1] * 3, 20)
+    drive.step()
+    drive.scheduler.advance(drive.plan())
+    first.num_pending, first.num_maybe = 1, 4
+    assert drive.scheduler.make_way()
+    drive.add([2] * 3, 8)
+    assert drive.scheduler.make_way() == (options.get("max_num_seqs") == 1)
+
+
+def test_no_block_is_lent_for_a_token_that_is_never_computed() -> None:
+    """The draft may bring the last token that there is room for."""
+    drive = Drive(num_blocks=4, block_size=4)
+    request = drive.add([1] * 3, 6)
+    drive.step()
+    scheduler = drive.scheduler
+    scheduler.advance(drive.plan())
+    assert scheduler.lend([(request, 8)]) == [8]
+    request.num_pending, request.num_maybe = 1, 4
+    assert scheduler.make_way()
+    assert len(request.block_table) == 2
 
 
 def test_lent_blocks_go_with_whoever_leaves() -> None:
