@@ -137,7 +137,7 @@ class Answers:
             request = scheduled.request
             if request.is_finished:
                 continue
-            request.num_pending = 0
+            request.num_pending = request.num_maybe = 0
             ids = out.token_ids[index]
             if scheduled.draft:
                 request.drafts += 1

@@ -31,14 +31,12 @@ class Flight:
     def feeds(self, prepared: Prepared) -> dict[int, int] | None:
         """Whether a step may be launched right behind this one, as the tokens that it lacks are chosen here.
 
-        Then the slot that each is chosen for, by request. None where it takes the host to know what follows:
-        a draft brings nobody knows how many tokens, on which positions and blocks of the next step depend,
-        and the next draft follows the newest one. Nor where one of the two steps takes part in no feeding, as
-        its tokens are chosen by torch's operations, or nothing of it can be captured (see
-        `engine.graphs.switch`).
+        Then the slot that each is chosen for, by request. None where one of the two steps takes part in no
+        feeding, as its tokens are chosen by torch's operations, or nothing of it can be captured (see
+        `engine.graphs.switch`). Behind drafts only what is replayed can be moved to where it belongs.
         """
-        mine, other = self.prepared.way.direct, prepared.way.direct
-        if mine is None or other is None or mine.forward is not other.forward:
+        mine, other = self.prepared.way.feeding, prepared.way.feeding
+        if mine is None or mine is not other:
             return None
         # One that was preempted meanwhile may have come back in another slot.
         here = {row.rid: row.slot for row in self.prepared.batch.sampled_rows}

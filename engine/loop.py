@@ -362,7 +362,7 @@ class EngineCore:
             bool(self.answers.live)
             and not self._inbox.has_change_next
             and not reconfigure.swap_space_is_idle(self)
-            and self.pipeline.may_stage_ahead
+            and self.pipeline.may_stage_ahead()
         )
 
     def _land(self) -> Landing:

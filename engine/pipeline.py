@@ -16,26 +16,29 @@ What a plan assumes is marked when it is launched (or when the step before has l
 not when its result is known, so the next plan goes on from there; a plan that is never launched has only
 taken blocks and seats.
 
-Nothing is staged behind a step with drafts, as nobody knows how many tokens it will bring, and on that
-depend the positions, the blocks and the contexts' lengths of the next one. And drafts are only put into a
-step that is staged while none is in flight, as they follow the newest token: those that are looked up need
-the text itself, which is on the host, and how many tokens a model drafts depends on what was accepted until
-then. Where tokens are chosen on the device a model's drafts are only launched (`StepPlan.launched`): round by
-round they feed each other, and the step that verifies them, so that the host waits once for all of it. What
-was drafted comes to it with what the step chose. A step that cannot be replayed with its choice is computed
-once the host has read its drafts.
+Drafts are only put into a step that is staged while none is in flight, as they follow the newest token: those
+that are looked up need the text itself, which is on the host, and how many tokens a model drafts depends on
+what was accepted until then. Where tokens are chosen on the device a model's drafts are only launched
+(`StepPlan.launched`): round by round they feed each other, and the step that verifies them, so that the host
+waits once for all of it. What was drafted comes to it with what the step chose. A step that cannot be replayed
+with its choice is computed once the host has read its drafts.
+
+Behind a step with drafts nobody knows how many tokens it will bring, and on that depend the positions, the
+blocks and the contexts' lengths of the next one. Where it is known that this one will have no drafts it is
+staged all the same, as if none of those held: launched behind the other its rows are moved on the device to
+where they belong (see `engine.graphs.moving`), and else it is prepared again when that has landed. But only
+where nobody could start in it: there would be something to compute that is not moved, and who was preempted
+meanwhile would start over from tokens that nobody knows.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
 from typing import Literal
 
 from engine import out_of_memory
 from engine.answer import Answers
-from engine.flight import Flight
 from engine.forward_worker import ForwardWorker, Outcome, compute
 from engine.metrics import MeterReader, StageTotals, StepClock, hidden_ns, step_row
 from engine.plan import StepPlan
@@ -43,6 +46,7 @@ from engine.request import Request
 from engine.runner import CopyFailed, ModelRunner, Prepared, StepOutput
 from engine.scheduler import Scheduler
 from engine.speculation.speculator import Speculator
+from engine.staged_step import Step
 from ipc.messages import ErrorCode
 
 log = logging.getLogger(__name__)
@@ -51,22 +55,6 @@ STEP_ERRORS = (RuntimeError, ValueError, IndexError, MemoryError)
 """What may end a step's requests and leaves the engine as it was."""
 
 Landing = Literal["clean", "doubtful", "copies lost"]
-
-
-@dataclass(slots=True)
-class Step:
-    """One step. ``prepared`` is None where nothing is scheduled or ``error`` says why it could not be."""
-
-    plan: StepPlan
-    clock: StepClock
-    prepared: Prepared | None = None
-    error: Exception | None = None
-    number: int = 0
-    has_copies: bool = False
-    outcome: Outcome | None = None  # of a step that was computed on the step thread
-    flight: Flight | None = None  # of a step that was launched with the choice of its tokens
-    entries: list[int] | None = None  # of what was launched that still count, None: all
-    freed_slots: list[int] = field(default_factory=list)
 
 
 class Pipeline:
@@ -113,11 +101,10 @@ class Pipeline:
     def in_flight(self) -> bool:
         return self._flight is not None
 
-    @property
     def may_stage_ahead(self) -> bool:
         """Whether the next step may be staged behind the one in flight, as far as drafts go."""
         if self._flight is not None and self._flight.plan.draft_tokens:
-            return False
+            return self._may_stage_behind_drafts(self._flight)
         return not self._speculator.wants_next or not any(r.num_pending for r in self._scheduler.running)
 
     def holds(self, request: Request) -> bool:
@@ -161,11 +148,12 @@ class Pipeline:
         if landing == "doubtful":
             self._preempt_admitted(plan)
         ended = [row for row in plan.scheduled if not row.request.is_running]
-        if landing == "clean" and ended:
-            if step.flight is not None:  # launched with them
+        if landing == "clean":
+            if ended and step.flight is not None:  # launched with them
                 step.entries = [i for i, row in enumerate(plan.scheduled) if row.request.is_running]
             plan.drop(ended)
-            if step.flight is None:
+            prepared = step.prepared
+            if step.flight is None and (ended or (prepared is not None and prepared.batch.may_move)):
                 self._prepare(step, self._clock_ns())
         if landing == "clean" and plan.scheduled:
             return step
@@ -238,7 +226,7 @@ class Pipeline:
         for row in plan.scheduled:
             request = row.request
             if request.num_computed == len(request.token_ids):
-                request.num_pending = 1
+                request.num_pending, request.num_maybe = 1, len(row.draft)
         clock.launched = self._clock_ns()
         clock.prepare += clock.launched - begin
         self._flight = step
@@ -277,6 +265,9 @@ class Pipeline:
             self._accept(step, outcome.out)
             bad = any(outcome.out.nonfinite) or outcome.out.dropped_nonfinite
             landing = "doubtful" if bad else "clean"
+            if self._ahead is not None and self._ahead.prepared is not None and not bad:
+                rows = zip(step.plan.scheduled, outcome.out.accepted, strict=True)
+                self._runner.settle(self._ahead.prepared, {row.request.rid: count for row, count in rows})
         return "copies lost" if copies_lost else landing
 
     def abandon(self) -> None:
@@ -294,6 +285,10 @@ class Pipeline:
     def stop(self) -> None:
         """End the computing thread."""
         self._worker.stop()
+
+    def _may_stage_behind_drafts(self, step: Step) -> bool:
+        """Whether a step may be staged behind this one, in flight, whose drafts nobody has judged yet."""
+        return step.flight is not None and not self._speculator.would_look and self._scheduler.make_way()
 
     def _prepare(self, step: Step, begin_ns: int) -> None:
         step.prepared, step.error = None, None
@@ -386,7 +381,7 @@ class Pipeline:
         self._speculator.settle(plan)
         self._runner.graphs.forget_texts()
         for row in plan.scheduled:
-            row.request.num_pending = 0
+            row.request.num_pending = row.request.num_maybe = 0
         if isinstance(error, CopyFailed):
             log.error("step %d was not computed: %s", step.number, error)
             return "copies lost"

@@ -7,7 +7,7 @@ before it is computed by another thread. `ModelRunner.compute` does the rest, on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from engine.staging import OneCopy
 from engine.step import Inputs, Prepared, StepOutput
 from engine.swap import CopyFailed
 from engine.timing import Part, Timer
+from engine.traffic import StepTraffic
 
 __all__ = ["CopyFailed", "ModelRunner", "Prepared", "StepOutput"]
 
@@ -60,7 +61,7 @@ class ModelRunner(RunningModel):
             way = self.graphs.step_for(batch, self._attention, kv, self._windowed, self.max_len)
             replay = way.replay
             inputs = self._inputs(batch, kv) if replay is None else None
-            traffic = self._traffic.step(batch.rows.num_new, batch.rows.num_computed, len(batch.logit_tokens))
+            traffic = self._traffic_of(batch)
             computed = len(batch.ids) if replay is None else replay.shape.tokens
             kernels = self._step_kernels(computed, replay)
             took = time.perf_counter() - started
@@ -167,6 +168,12 @@ class ModelRunner(RunningModel):
             forward.stop()
         return Flight(prepared, chosen, forward, self.spec.vocab_size, copied, copying)
 
+    def settle(self, prepared: Prepared, accepted: Mapping[int, int]) -> None:
+        """A step was launched behind drafts: now it is known how many tokens of each held, by request."""
+        batch = prepared.batch
+        batch.move(accepted)
+        prepared.traffic = self._traffic_of(batch)
+
     def execute(self, plan: Plan, copies: Sequence[Copy] = ()) -> StepOutput:
         """Prepare and compute a step in one go. A plan without requests only makes the copies."""
         if plan.scheduled:
@@ -203,6 +210,9 @@ class ModelRunner(RunningModel):
             self._go_without(prepared)
         assert prepared.inputs is not None
         return self.forward(prepared, prepared.inputs.wanted)
+
+    def _traffic_of(self, batch: Batch) -> StepTraffic:
+        return self._traffic.step(batch.rows.num_new, batch.rows.num_computed, len(batch.logit_tokens))
 
     def _go_without(self, prepared: Prepared) -> None:
         """Let a step that was to be replayed run by itself. It was counted where it could not be."""

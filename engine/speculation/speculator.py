@@ -106,6 +106,14 @@ class Speculator:
         return self._quiet < QUIET_LOOKS or self._unlooked >= QUIET_STEPS
 
     @property
+    def would_look(self) -> bool:
+        """Whether `draft` would look for drafts in the next step. Else nothing is lost if that is staged
+        behind another one."""
+        if self._drafter is None:
+            return False
+        return self.wants_next or self._look_s <= CHEAP_LOOK * self._step_s
+
+    @property
     def num_remembered(self) -> int:
         """Requests that something is remembered of."""
         return self._adaptive.num_requests
@@ -118,7 +126,7 @@ class Speculator:
         if self._drafter is None or not plan.decode_requests:
             return 0
         budget = scheduler.knobs.max_num_batched_tokens - plan.num_tokens
-        if not (self.wants_next or self._look_s <= CHEAP_LOOK * self._step_s):
+        if not self.would_look:
             self.pass_over(plan)
             return 0
         self._unlooked = 0

@@ -509,7 +509,8 @@ def test_what_a_rejected_draft_made_of_nothing_fails_nobody(model: LoadedModel, 
 def test_nothing_is_staged_behind_a_step_with_drafts(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even where no draft is looked for in the next step, as after a try now and then."""
+    """Where the host chooses tokens not even if no draft is looked for in the next step, as after a try now
+    and then."""
     wants, drafter = knowing(model, prompts(), GREEDY)
     engine = speculating(model, drafter, overlap=True)
     pipeline = engine.core.pipeline
@@ -544,6 +545,35 @@ def test_steps_overlap_where_there_is_nothing_to_draft(model: LoadedModel) -> No
     overlapped = [step.overlap_us > step.publish_us + 3 for step in engine.heard.steps]
     assert sum(overlapped) > 60
     assert 4 < nothing.asked < 25
+
+
+def test_who_would_look_for_drafts_in_the_next_step_says_so(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where looking costs next to nothing, at every step; else after some looks in vain only now and then."""
+    engine = speculating(model, Told([], model.spec.vocab_size, silent=1.0))
+    speculator, seen = engine.core.speculator, list[tuple[bool, bool, bool]]()
+    draft, drafter = speculator.draft, speculator._drafter
+    assert isinstance(drafter, Told)
+
+    def watched(*args: Any) -> int:
+        said, asked = [], drafter.asked
+        for cost in (1e9, -1.0):
+            monkeypatch.setattr("engine.speculation.speculator.CHEAP_LOOK", cost)
+            said.append(speculator.would_look)
+        took = draft(*args)
+        if args[0].decode_requests:
+            seen.append((said[0], said[1], drafter.asked > asked))
+        return took
+
+    monkeypatch.setattr(speculator, "draft", watched)
+    engine.generate(prompts(1), Sampling(max_tokens=60, ignore_eos=True))
+    assert all(cheap for cheap, _, _ in seen)
+    assert [dear for _, dear, _ in seen] == [looked for _, _, looked in seen]
+    assert 4 < sum(dear for _, dear, _ in seen) < 15
+    engine.set(speculation="off")
+    engine.run()
+    assert not speculator.would_look
 
 
 # --- what is told ---------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from engine.speculation.verify import Verified, judge_drafts
 from ipc.messages import Sampling
 from tests.engine.core_harness import Engine
 from tests.engine.driving import CPU
+from tests.engine.graphs.alternating import drafts_every_other_step, watch
 from tests.engine.graphs.fakes import CAPTURABLE, FakeDriver, StaticAttention, agree
 from tests.engine.kernels.test_graphed_sampling import VOCAB, batch_of, logits, places_of, sampler
 from tests.engine.oracle import draft_model, tiny
@@ -160,8 +161,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     assert not made.pending, "launched, and nobody waited for it"
 
 
-def answers(settings: list[Sampling], *, graphs: bool, **options: object) -> tuple[Engine, list[list[int]]]:
-    """What requests get whose drafts a model draws, and the engine that answered."""
+def answers(
+    settings: list[Sampling], *, graphs: bool, watched: list[int] | None = None, **options: object
+) -> tuple[Engine, list[list[int]]]:
+    """What requests get whose drafts a model draws, and the engine that answered. See `watch`."""
     expected = tiny("llama")
     engine = Engine(
         expected.loaded, draft_model=draft_model("llama"), speculation="draft", spec_tokens=3,
@@ -171,10 +174,25 @@ def answers(settings: list[Sampling], *, graphs: bool, **options: object) -> tup
     runner._attention, runner.decoder.ops = StaticAttention(), CAPTURABLE
     runner.sampler.fused = TritonSampling()
     runner.graphs.switch(graphs)
+    found = watch(engine)
     rids = [engine.submit(expected.prompts[i % 4], each) for i, each in enumerate(settings)]
     engine.run()
     engine.core.pipeline.stop()
+    if watched is not None:
+        watched += found
     return engine, [engine.ids(rid) for rid in rids]
+
+
+def test_what_is_launched_behind_drawn_drafts_says_the_same(driver: FakeDriver) -> None:
+    """A03, A19: token by token, as where each step waits for the one before it."""
+    settings = [Sampling(max_tokens=9, ignore_eos=True, temperature=1.0, seed=1)]
+    with drafts_every_other_step():
+        _, waited = answers(settings, graphs=False, watched=[], overlap=True)
+        behind = list[int]()
+        engine, found = answers(settings, graphs=True, watched=behind, overlap=True)
+    assert found == waited
+    assert len(behind) > 1
+    assert sum(step.accepted_tok for step in engine.heard.steps) > 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
