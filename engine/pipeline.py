@@ -20,8 +20,8 @@ Drafts are only put into a step that is staged while none is in flight, as they 
 that are looked up need the text itself, which is on the host, and how many tokens a model drafts depends on
 what was accepted until then. Where tokens are chosen on the device a model's drafts are only launched
 (`StepPlan.launched`): round by round they feed each other, and the step that verifies them, so that the host
-waits once for all of it. What was drafted comes to it with what the step chose. A step that cannot be replayed
-with its choice is computed once the host has read its drafts.
+waits once for all of it. What was drafted comes to it with what the step chose. A step that cannot be
+replayed with its choice is computed once the host has read its drafts.
 
 Behind a step with drafts nobody knows how many tokens it will bring, and on that depend the positions, the
 blocks and the contexts' lengths of the next one. Where it is known that this one will have no drafts it is

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.graphs import switch
 from engine.graphs.forward import GraphedForward
 from engine.speculation.speculator import Speculator
 from ipc.messages import Sampling, StepRow
@@ -149,19 +150,19 @@ def test_what_cannot_be_moved_is_prepared_again(
     """Where its shape has no graph the step waits until it is known where its rows lie."""
     expected = tiny("llama")
     engine, behind = drafting(told(expected))
-    fits, body = GraphedForward._fits, GraphedForward._body
+    working, body = GraphedForward._working_bytes, GraphedForward._body
     asked = [0]
 
-    def fitting(self: GraphedForward, shape: Any) -> bool:
+    def working_bytes(self: GraphedForward, shape: Any) -> int:
         asked[0] += shape.moved
-        return fits(self, shape) and not (shape.moved and how == "budget")
+        return switch.BUDGET_BYTES if shape.moved and how == "budget" else working(self, shape)
 
     def failing(self: GraphedForward, entry: Any, rows: Any) -> Any:
         if entry.shape.moved:
             raise RuntimeError("cannot be captured")
         return body(self, entry, rows)
 
-    monkeypatch.setattr(GraphedForward, "_fits", fitting)
+    monkeypatch.setattr(GraphedForward, "_working_bytes", working_bytes)
     if how == "failed":
         monkeypatch.setattr(GraphedForward, "_body", failing)
     rids = [engine.submit(expected.prompts[i], PLAIN) for i in (1, 2, 3)]
@@ -169,6 +170,9 @@ def test_what_cannot_be_moved_is_prepared_again(
     assert [engine.ids(rid) for rid in rids] == [expected.ids[i][:COUNT] for i in (1, 2, 3)]
     assert asked[0] > 0
     assert behind == []
+    counts = engine.core.runner.graphs.counts
+    assert set(counts.misses) == {"prefill"}  # the steps were replayed, where their rows lay by then
+    assert not counts.logits
 
 
 def test_nothing_is_staged_behind_drafts_of_who_looks_at_each_step(lazy: FakeDriver) -> None:
