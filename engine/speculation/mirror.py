@@ -26,15 +26,20 @@ class Mirror(TextRow):
     first_block: int = 0
     agreed: int = 0  # leading tokens that were verified at the last look
     owned: int = 0  # tokens in blocks that the request needed then anyway: others were lent, and may be back
+    plan: int = -1  # that it was looked at for
 
-    def follow(self, request: RowRequest, block_size: int, window: int | None) -> None:
+    def follow(self, request: RowRequest, block_size: int, window: int | None, *, held: bool = False) -> None:
         """Take over what the request is now, and keep of what was computed only what holds.
 
         The newest token always remains to be computed. window: the largest of the draft model's attention
-        windows, None if it sees everything.
+        windows, None if it sees everything. held: this look belongs to the plan after that of the last one,
+        so that lent blocks which it needs by now were not taken back in between.
         """
         skipped = self.first_block * block_size
-        kept = min(self._same_tokens(request.token_ids, skipped), self.owned)
+        owned = self.owned
+        if held:
+            owned = -(-(len(request.token_ids) - skipped) // block_size) * block_size
+        kept = min(self._same_tokens(request.token_ids, skipped), owned)
         kept = min(kept, self._same_blocks(request.block_table, block_size), self.num_computed)
         oldest = 0 if window is None else max(0, kept + 1 - window)
         if request.block_table[self.first_block + oldest // block_size] == NO_BLOCK:

@@ -153,5 +153,6 @@ class ModelDrafter(RoundDrafter):
         if mirror is None or mirror.rid != request.rid:
             mirror = Mirror([], [], rid=request.rid, slot=request.slot, sampling=settings(request.sampling))
             self._mirrors[request.slot] = mirror
-        mirror.follow(request, self._kv.block_size, self._window)
+        mirror.follow(request, self._kv.block_size, self._window, held=mirror.plan == self.plan - 1)
+        mirror.plan = self.plan
         return mirror

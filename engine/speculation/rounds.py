@@ -94,6 +94,8 @@ class RoundDrafter(ABC):
         graphs: ReplaysRounds | None = None,
     ) -> None:
         self.drawn = False
+        self.plan = 0
+        """Number of the plan that is drafted for: those that are not drafted for count too."""
         self.caught_up = 0
         """Tokens that the last call computed beside those of drafts."""
         self._decoder = decoder

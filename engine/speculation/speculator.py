@@ -66,6 +66,7 @@ class Speculator:
         self._quiet_steps = 0  # steps since then
         self._unlooked = 0  # steps since the last look
         self._steps = 0
+        self._plans = 0  # made until now, some of those that are passed over twice
         self._said_at = -SAYS_AGAIN  # the step in which the log last said why drafts are off
 
     def configure(self, values: Mapping[str, KnobValue]) -> None:
@@ -123,6 +124,7 @@ class Speculator:
 
         Of drafts that were only launched then (``plan.launched``) `settle` tells the rest.
         """
+        self._plans += 1
         if self._drafter is None or not plan.decode_requests:
             return 0
         budget = scheduler.knobs.max_num_batched_tokens - plan.num_tokens
@@ -149,6 +151,7 @@ class Speculator:
 
     def pass_over(self, plan: StepPlan) -> None:
         """A step is made without looking for drafts."""
+        self._plans += 1
         if self._drafter is None or not plan.decode_requests:
             return
         self._unlooked += 1
@@ -231,6 +234,8 @@ class Speculator:
             return 0
         if isinstance(drafter, SelfDrafter) and scheduler.has_copies:
             return 0  # it works in the target's blocks, some of which are still to be copied
+        if isinstance(drafter, RoundDrafter):
+            drafter.plan = self._plans
         try:
             drafts = drafter.propose([row.request for row, _ in asked], rooms)
         except DRAFT_ERRORS as error:

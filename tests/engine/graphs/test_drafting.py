@@ -135,10 +135,8 @@ def test_nothing_is_read_between_the_rounds_and_their_verification(
         captures, longest = driver.captures, max(map(len, prepared.batch.drafts), default=0)
         flight = launch(prepared, *rest)
         if flight is not None and longest and driver.captures == captures:
-            # A pass that catches up is one more.
-            assert driver.pending - (2 * longest + 2 + 4) in (0, 1)
             assert prepared.batch.awaits_drafts
-            seen.append(longest)
+            seen.append(driver.pending - (2 * longest + 2 + 4))
         return flight
 
     monkeypatch.setattr(runner, "launch", watched)
@@ -146,6 +144,7 @@ def test_nothing_is_read_between_the_rounds_and_their_verification(
     finish(engine)
     assert [engine.ids(rid) for rid in rids] == [expected.ids[i][:COUNT] for i in (1, 2)]
     assert len(seen) > 2
+    assert not any(seen)  # nor is anything caught up with
     assert driver.most_awaited == 2  # drafts and what the step chose
 
 
@@ -167,7 +166,9 @@ def test_every_setting_says_what_it_says_alone(which: int, driver: FakeDriver) -
     use = engine.core.state().graphs
     assert use is not None
     assert use.drafts_missed_n == missed
-    assert (total(engine, "accepted_tok") > 0) == (asked.get("max_tokens") != 2)
+    drafted, accepted = total(engine, "drafted_tok"), total(engine, "accepted_tok")
+    assert accepted == drafted  # a model that is like the target says the same, by chance too
+    assert (drafted > 0) == (asked.get("max_tokens") != 2)
 
 
 @settings(max_examples=10, deadline=None)

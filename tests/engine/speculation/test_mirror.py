@@ -51,14 +51,16 @@ def test_of_a_draft_what_was_accepted_stays(accepted: int) -> None:
     assert mirror.token_ids == of.token_ids
 
 
-def test_what_lies_in_lent_blocks_is_computed_again() -> None:
-    """They may have been taken back and given to others between two looks, and be there again."""
+@pytest.mark.parametrize("held", [False, True])
+def test_what_lies_in_lent_blocks_is_computed_again(held: bool) -> None:
+    """They may have been taken back and given to others between two looks, and be there again; but not from
+    one plan to the next, as far as they are needed there."""
     of = request(7, [3, 1])
     of.block_table.append(2)  # lent for a draft
     mirror = followed(of, drafted=4)  # positions 7 to 10, of which 8 and later lie in block 2
     of.token_ids += [900, 901, 902, 903, 7]
-    mirror.follow(of, SIZE, None)
-    assert mirror.num_computed == 8
+    mirror.follow(of, SIZE, None, held=held)
+    assert mirror.num_computed == (11 if held else 8)
 
 
 def test_a_block_that_is_another_now_holds_nothing() -> None:
@@ -133,7 +135,8 @@ def test_what_holds_was_written_last_by_the_draft_model_for_this_request(seed: i
     free = list(range(12))
     live: dict[int, tuple[Request, Mirror]] = {}
     rid = 0
-    relied = 0
+    relied = held = 0
+    at_once: dict[int, bool] = {}  # rid -> whether it was looked at the last time it had its turn
     for _ in range(400):
         while len(live) < 2:
             rid += 1
@@ -152,7 +155,10 @@ def test_what_holds_was_written_last_by_the_draft_model_for_this_request(seed: i
             del live[of.rid]
             continue
         if rng.random() < 0.7:
-            mirror.follow(of, SIZE, None)
+            owned = mirror.owned
+            mirror.follow(of, SIZE, None, held=at_once.get(of.rid, False))
+            held += mirror.num_computed > owned
+            at_once[of.rid] = True
             for at in range(mirror.num_computed):
                 where = mirror.block_table[at // SIZE] * SIZE + at % SIZE
                 assert written[where] == (of.rid, at, of.token_ids[at])
@@ -163,7 +169,10 @@ def test_what_holds_was_written_last_by_the_draft_model_for_this_request(seed: i
                 where = mirror.block_table[at // SIZE] * SIZE + at % SIZE
                 written[where] = of.rid, at, mirror.token_ids[at]
             mirror.num_computed = mirror.num_tokens
+        else:
+            at_once[of.rid] = False
         for _ in range(rng.randrange(1, 4)):  # as often as not what was drafted
             guess = mirror.token_ids[of.num_tokens :][:1] if rng.random() < 0.8 else []
             of.token_ids += guess or [rng.randrange(3)]
     assert relied > 500
+    assert held > 5

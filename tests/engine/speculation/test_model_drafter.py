@@ -92,6 +92,29 @@ def test_drafts_go_on_from_what_was_verified() -> None:
     assert kept.num_followed == 3
 
 
+@pytest.mark.parametrize(("plan", "lacking"), [(4, 2), (5, 5)])
+def test_what_was_drafted_in_lent_blocks_counts_in_the_next_plan_alone(
+    plan: int, lacking: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a draft was accepted: its last token and the target's own are lacking then. Later the blocks
+    may have been taken back, and be there again."""
+    made, computed = drafter(), list[int]()
+    (asked,) = requests([BLOCK - 1])
+    made.plan = 3
+    draft = made.propose([asked], [5])[0]  # the block that was needed anyway holds one token more
+    asked.token_ids += [*draft.token_ids, 7]
+    made.plan = plan
+    forward = made._decoder.forward
+
+    def counted(ids: torch.Tensor, *rest: object) -> torch.Tensor:
+        computed.append(len(ids))
+        return forward(ids, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(made._decoder, "forward", counted)
+    assert made.propose([asked], [2])[0].token_ids == drafter().propose([asked], [2])[0].token_ids
+    assert computed == [lacking, 1]
+
+
 def test_catching_up_takes_a_bounded_number_of_tokens_a_call() -> None:
     """Who has caught up is served meanwhile, and the rest proposes nothing until it has."""
     made = drafter(catch_up=32)
