@@ -197,7 +197,8 @@ def test_what_is_launched_behind_drawn_drafts_says_the_same(driver: FakeDriver) 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_texts_of_a_draft_model_are_those_without_graphs(driver: FakeDriver, overlap: bool) -> None:
-    """A03, A19: token by token, and no replayed step leaves the choice to the host."""
+    """A03, A19: token by token, and no replayed step leaves the choice to the host. The rounds that draw are
+    left to it, and counted."""
     settings = [
         Sampling(max_tokens=5, ignore_eos=True, temperature=1.0, seed=1),
         Sampling(max_tokens=4, ignore_eos=True, temperature=0.7, seed=2),
@@ -210,6 +211,8 @@ def test_texts_of_a_draft_model_are_those_without_graphs(driver: FakeDriver, ove
     assert any(shape.endswith("+sample+rejection") for shape in shapes)
     assert sum(step.accepted_tok for step in engine.heard.steps) > 0
     assert not engine.core.runner.graphs.counts.logits
+    assert engine.core.runner.graphs.counts.drafts_missed["rejection"] > 0
+    assert engine.core.runner.graphs.counts.drafted == 0
 
 
 def test_proposals_count_in_the_budget(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
