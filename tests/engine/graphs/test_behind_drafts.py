@@ -117,6 +117,26 @@ def test_keys_and_values_lie_where_they_would(lazy: FakeDriver, block_size: int)
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_blocks_that_left_the_window_are_given_back_meanwhile(lazy: FakeDriver, block_size: int) -> None:
+    """A18: as soon as it is known how many tokens held, while the step behind these is computed; others take
+    them, over a pool that is too small for everybody."""
+    expected = tiny("llama")
+    found: list[list[list[int]]] = []
+    for overlap in (True, False):
+        engine, behind = drafting(
+            told(expected), overlap=overlap, block_size=block_size, sliding_window=8, pool_tokens=160,
+            prefill_chunk_tokens=16, max_num_seqs=3,
+        )  # fmt: skip
+        rids = [engine.submit(expected.prompts[i % 4], PLAIN) for i in range(5)]
+        engine.run()
+        found.append([engine.ids(rid) for rid in rids])
+        assert bool(behind) == overlap
+        assert engine.core.scheduler.pool.num_used == 0
+        assert sum(step.accepted_tok for step in engine.heard.steps) > 0
+    assert found[0] == found[1]
+
+
 def test_who_is_preempted_meanwhile_makes_the_next_step_wait(lazy: FakeDriver) -> None:
     """A11: his pending token is not his newest one, as more may come with it."""
     expected = tiny("llama")

@@ -106,7 +106,7 @@ def test_choosing_tokens_takes_what_is_reserved_for_it(monkeypatch: pytest.Monke
     with Allocated() as sending:
         chooser.send(driver)
     with Allocated() as choosing:
-        chooser.choose(logits, held, shape, Result.of(result, shape))
+        chooser.choose(logits, held, shape, Result.of(result, shape), torch.zeros(ROWS, dtype=torch.int64))
     assert (sending.now, choosing.now) == (0, 0), "all of it is for a while"
     # What a step gave back may be in the way of what it takes next: so both count together.
     taken, reserved = sending.most + choosing.most, choice_bytes(ROWS, VOCAB)

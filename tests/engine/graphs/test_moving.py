@@ -169,6 +169,9 @@ def test_who_is_moved_beyond_his_blocks_writes_nothing(blocks: int, reach: int) 
         by = min(accepted, reach)
         assert (int(positions[0]), int(lengths[0])) == (3 + by, 4 + by)
         assert int(slots[0]) == (3 + accepted if accepted <= reach else NO_SLOT)
+        known = build([request], 4)
+        known.move({1: accepted})
+        assert known.rows.lengths.tolist() == [4 + by]
 
 
 def test_while_it_is_captured_nothing_is_written() -> None:
