@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from engine.memory import available_bytes
+from engine.memory import available
 from engine.sizes import size
 
 log = logging.getLogger(__name__)
@@ -182,7 +182,8 @@ def shortage(device: torch.device, needed: int) -> str:
     """What is needed of a device's memory and what there is, for an error's text."""
     if device.type == "cuda":
         return f"{size(needed)} are needed, {CardMemory.of(device)}"
-    return f"{size(needed)} are needed, {size(available_bytes())} can be had on this machine"
+    free, where = available()
+    return f"{size(needed)} are needed, {size(free)} can be had {where}"
 
 
 def is_shortage(error: BaseException) -> bool:

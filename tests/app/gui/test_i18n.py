@@ -139,6 +139,10 @@ def test_what_the_engine_says_of_memory_devices_and_models_is_translated() -> No
         "{figures}; ask for fewer blocks",
         "out of memory while loading: no memory for pinned staging memory: 0.02 GiB are needed, 0.01 GiB can "
         "be had on this machine; free host memory, or allow more of it to be locked (ulimit -l)",
+        "no memory for a KV pool of 10 blocks of 16 tokens (1.00 GiB on cpu): 1.00 GiB are needed, 0.50 GiB "
+        "can be had within the limit of address space (ulimit -v); ask for fewer blocks",
+        "no memory for a KV pool of 10 blocks of 16 tokens (1.00 GiB on cpu): 1.00 GiB are needed, 0.50 GiB "
+        "can be had within the limit of this control group; ask for fewer blocks",
     ],
 )
 def test_shortages_of_memory_are_translated_to_the_end(text: str) -> None:
@@ -146,7 +150,7 @@ def test_shortages_of_memory_are_translated_to_the_end(text: str) -> None:
         "1.00 GiB of the card's 141.00 GiB are free; torch holds 130.00 GiB, of which 129.00 GiB are in use"
     )
     shown = CATALOGUE.foreign(text.format(figures=figures))
-    kept = "GiB|KV|torch|cuda:0|CUDA error: out of memory|ulimit -l|kv_pool_gib|gpu_memory_utilization"
+    kept = "GiB|KV|torch|cuda:0|CUDA error: out of memory|ulimit -[lv]|cpu|kv_pool_gib|gpu_memory_utilization"
     left = re.sub(kept, "", shown)
     assert not re.search(r"[a-z]{2,}", left), shown
     assert ("141.00 GiB" in shown) == ("{figures}" in text)
