@@ -22,8 +22,8 @@ from app.jobs import Jobs
 from app.journal import Journal
 from app.knob_text import value_text
 from app.lab.load_run import LoadError, LoadProgress, LoadRun
-from app.lab.workload import WorkloadError, WorkloadSpec
-from app.load_names import load_text
+from app.lab.workload import WorkloadError, WorkloadSpec, fitted
+from app.load_names import fitted_text, load_text
 from app.model.chat import ChatModel
 from app.model.costs import first_awq_search
 from app.model.knobs import KnobModel, KnobStatus, Patch
@@ -345,12 +345,17 @@ class Console(QObject):
             why = N_("The load was not started: the engine is not ready.")
             self.tell("warning", lambda: tr_later(why))
             return
+        model = self.session.model
         try:
-            self.load_run.start(spec, self.session.link.endpoint)
+            spec.check()
+            sent = spec if model is None else fitted(spec, model.max_model_len, model.vocab_size)
+            self.load_run.start(sent, self.session.link.endpoint)
         except (LoadError, WorkloadError) as error:
             self.tell("error", partial(tr_engine, str(error)))
             return
         self.journal.note("info", lambda: tr("Load started: {load}").format(load=load_text(spec)))
+        if sent != spec and model is not None:
+            self.tell("warning", partial(fitted_text, sent, model.max_model_len, model.vocab_size))
         self._load_was_running = True
         self.load_progress = self.load_run.poll()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from app.i18n import N_, tr, tr_later
-from app.lab.workload import PromptKind, WorkloadSpec
-from app.units import rate, span
+from app.lab.workload import PromptKind, WorkloadSpec, chars_per_token
+from app.units import count, rate, span
 
 MIXES: dict[str, tuple[str, dict[PromptKind, float]]] = {
     "chat": (N_("Chat"), {"chat": 1.0}),
@@ -30,3 +30,13 @@ def load_text(spec: WorkloadSpec) -> str:
     if spec.duration_s is not None:
         parts.append(span(spec.duration_s))
     return " · ".join(parts)
+
+
+def fitted_text(spec: WorkloadSpec, max_model_len: int, vocab_size: int) -> str:
+    """What a load was cut to, so that its requests fit a model of ``max_model_len`` tokens."""
+    prompt = round((spec.max_prompt_chars or 0) / chars_per_token(vocab_size))
+    text = tr(
+        "The load was cut to fit this model, which takes {limit} tokens for a prompt and its answer: prompts "
+        "have about {prompt} tokens at most, answers {output}."
+    )
+    return text.format(limit=count(max_model_len), prompt=count(prompt), output=count(spec.output_tok[1]))

@@ -26,6 +26,11 @@ Arrival = Literal["poisson", "constant", "concurrency"]
 PROMPT_KINDS: tuple[PromptKind, ...] = ("chat", "long_context", "shared_prefix", "code")
 
 CHARS_PER_TOKEN = 4.5  # of English prose; the engine counts the real tokens and each row keeps them
+# To stay below a limit, fewer: code takes more tokens, and a small vocabulary has little more than letters.
+FEWEST_CHARS_PER_TOKEN = 3.0
+SMALL_VOCABULARY, ITS_CHARS_PER_TOKEN = 1000, 1.0
+TEMPLATE_TOK = 64  # of roles, and of the system prompt that many chat templates add
+LEAST_PROMPT_TOK = 16
 HASHED_AT_MOST = 4096  # requests that enter the hash; longer lists follow from the specification anyway
 
 Range = tuple[Annotated[int, Meta(ge=1, le=1 << 20)], Annotated[int, Meta(ge=1, le=1 << 20)]]
@@ -61,6 +66,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     long_tok: Range = (512, 1536)  # long_context
     prefix_tok: Annotated[int, Meta(ge=1, le=1 << 16)] = 384  # the system prompt of shared_prefix
     output_tok: Range = (16, 96)
+    max_prompt_chars: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None  # no prompt has more
     ignore_eos: bool = False
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
 
@@ -135,27 +141,48 @@ def _prose(rng: Random, tokens: int) -> str:
     return text if len(text) <= want else text[:want].rsplit(" ", 1)[0]
 
 
-def _shared_system(tokens: int) -> str:
-    """The fixed system prompt of ``shared_prefix``: one text for every seed and request."""
-    return _corpus("system")[0] + "\n\n" + _prose(Random("system prompt"), tokens)
+def _shared_system(tokens: int, most: int | None = None) -> str:
+    """The fixed system prompt of ``shared_prefix``, of at most ``most`` characters: one text for every seed
+    and request.
+    """
+    return _cut(_corpus("system")[0] + "\n\n" + _prose(Random("system prompt"), tokens), most, " ")
+
+
+def _cut(text: str, most: int | None, at: str) -> str:
+    """``text``, or as much of it, up to an ``at``, as ``most`` characters hold."""
+    if most is None or len(text) <= most:
+        return text
+    return text[: max(1, most)].rsplit(at, 1)[0]
+
+
+def _room(spec: WorkloadSpec, *others: str) -> int | None:
+    """Characters that a prompt may have beside ``others`` and what is between them; None for any number."""
+    most = spec.max_prompt_chars
+    return None if most is None else max(1, most - sum(len(other) + 4 for other in others))
 
 
 def _chat(rng: Random, spec: WorkloadSpec) -> list[ChatMessage]:
     question = _pick(rng, _corpus("questions"))
     tokens = _between(rng, *spec.input_tok)
     room = tokens - round(len(question) / CHARS_PER_TOKEN)
+    most = _room(spec, question)
+    if most is not None:
+        room = min(room, int(most / CHARS_PER_TOKEN))
     content = question if room < 12 else f"{_prose(rng, room)}\n\n{question}"
     return [ChatMessage(role="user", content=content)]
 
 
 def _long_context(rng: Random, spec: WorkloadSpec) -> list[ChatMessage]:
-    text = _prose(rng, _between(rng, *spec.long_tok))
-    return [ChatMessage(role="user", content=f"{text}\n\nSum up the text above in three sentences.")]
+    task = "Sum up the text above in three sentences."
+    text = _cut(_prose(rng, _between(rng, *spec.long_tok)), _room(spec, task), " ")
+    return [ChatMessage(role="user", content=f"{text}\n\n{task}")]
 
 
 def _shared_prefix(rng: Random, spec: WorkloadSpec) -> list[ChatMessage]:
+    # The longest question, whichever is asked: what is shared must be the same text in all of them.
+    most = _room(spec, max(_corpus("questions"), key=len))
     return [
-        ChatMessage(role="system", content=_shared_system(spec.prefix_tok)),
+        ChatMessage(role="system", content=_shared_system(spec.prefix_tok, most)),
         ChatMessage(role="user", content=_pick(rng, _corpus("questions"))),
     ]
 
@@ -168,7 +195,7 @@ def _code(rng: Random, spec: WorkloadSpec) -> list[ChatMessage]:
         if sum(map(len, parts)) >= want:
             break
     task = _pick(rng, ("Explain what this code does.", "Find a fault in this code.", "Write a test for it."))
-    listing = "\n\n\n".join(parts)
+    listing = _cut("\n\n\n".join(parts), _room(spec, task, "```python```"), "\n")
     return [ChatMessage(role="user", content=f"{task}\n\n```python\n{listing}\n```")]
 
 
@@ -211,6 +238,41 @@ def schedule(spec: WorkloadSpec) -> Iterator[PlannedRequest]:
         # An exponential gap from (0, 1]: 1 - random() is never 0, so its logarithm is finite.
         gap = -math.log(1.0 - rng.random()) if spec.arrival == "poisson" else 1.0
         at_s += gap / spec.rate_rps
+
+
+def fitted(spec: WorkloadSpec, max_model_len: int, vocab_size: int) -> WorkloadSpec:
+    """``spec``, or one with shorter prompts and answers where a model of ``max_model_len`` tokens could not
+    hold its longest ones together.
+
+    Tokens are estimated from characters, and rather too many: only the engine has the tokenizer.
+    """
+    per_token = chars_per_token(vocab_size)
+    longest = max(_most_chars(spec, kind) for kind, weight in spec.mix.items() if weight > 0.0)
+    low, high = spec.output_tok
+    if longest / per_token + TEMPLATE_TOK + high <= max_model_len:
+        return spec
+    high = min(high, max(1, max_model_len // 4))
+    prompt_tok = max(LEAST_PROMPT_TOK, max_model_len - high - TEMPLATE_TOK)
+    return msgspec.structs.replace(
+        spec, output_tok=(min(low, high), high), max_prompt_chars=min(longest, round(prompt_tok * per_token))
+    )
+
+
+def chars_per_token(vocab_size: int) -> float:
+    """Characters that a token surely stands for, on average, in the prompts of a load."""
+    return ITS_CHARS_PER_TOKEN if vocab_size <= SMALL_VOCABULARY else FEWEST_CHARS_PER_TOKEN
+
+
+def _most_chars(spec: WorkloadSpec, kind: PromptKind) -> int:
+    """Characters of the longest prompt of a kind."""
+    question = max(map(len, _corpus("questions")))
+    most = {
+        "chat": spec.input_tok[1] * CHARS_PER_TOKEN + question,
+        "long_context": spec.long_tok[1] * CHARS_PER_TOKEN + question,
+        "shared_prefix": spec.prefix_tok * CHARS_PER_TOKEN + len(_corpus("system")[0]) + question,
+        "code": spec.input_tok[1] * CHARS_PER_TOKEN + max(map(len, _corpus("code"))) + question,
+    }[kind]
+    return round(most if spec.max_prompt_chars is None else min(most, spec.max_prompt_chars))
 
 
 def workload_sha256(spec: WorkloadSpec) -> str:

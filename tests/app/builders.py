@@ -17,7 +17,7 @@ DEVICE = DeviceInfo(
 )
 MODEL = ModelInfo(
     name="tiny", path="/models/tiny", architecture="llama", format="dummy", dtype="float32", num_layers=2,
-    hidden_size=72, num_heads=9, num_kv_heads=3, head_dim=8, vocab_size=320, max_model_len=512,
+    hidden_size=72, num_heads=9, num_kv_heads=3, head_dim=8, vocab_size=320, max_model_len=8192,
     num_params=1000, weight_bytes=4000, kv_bytes_per_token=384, sha256="ab" * 32,
 )  # fmt: skip
 

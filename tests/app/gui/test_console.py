@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep
 
+import msgspec
 from PySide6.QtWidgets import QApplication
 
 from app.console import Console, Notice
@@ -13,7 +14,7 @@ from app.lab.workload import WorkloadSpec
 from app.settings import Settings
 from app.store.records import BaselineData
 from app.store.store import Store
-from tests.app.builders import baseline
+from tests.app.builders import MODEL, baseline
 from tests.app.gui.feed import FeedLink
 
 
@@ -92,3 +93,26 @@ def test_a_load_without_an_engine_or_beside_another_is_refused_in_words(
     console.start_load(WorkloadSpec())
     console.start_load(WorkloadSpec())
     assert [notice.text for notice in told] == ["A load is running; stop it before starting another."]
+
+
+def test_a_load_is_cut_to_a_short_model_and_that_is_told(console: Console, link: FeedLink) -> None:
+    """A model of 256 tokens refused nearly every prompt of the demo load."""
+    told = heard(console)
+    link.ready()
+    link.push(model=msgspec.structs.replace(MODEL, max_model_len=256, vocab_size=49_152))
+    console.tick()
+    console.start_load(WorkloadSpec(name="chat", input_tok=(32, 256)))
+    assert [notice.level for notice in told] == ["warning"]
+    assert "takes 256 tokens" in told[0].text
+    assert "about 128 tokens at most, answers 64" in told[0].text
+    sent = console.load_run.spec
+    assert sent is not None
+    assert (sent.max_prompt_chars, sent.output_tok) == (3 * 128, (16, 64))
+    console.load_run.close()
+    console.tick()
+    told.clear()
+    link.push(model=MODEL)
+    console.tick()
+    console.start_load(WorkloadSpec(name="chat", input_tok=(32, 256)))
+    assert told == []
+    assert console.load_run.spec == WorkloadSpec(name="chat", input_tok=(32, 256))

@@ -14,8 +14,11 @@ import pytest
 from app.lab.workload import (
     CHARS_PER_TOKEN,
     PROMPT_KINDS,
+    PromptKind,
     WorkloadError,
     WorkloadSpec,
+    chars_per_token,
+    fitted,
     planned,
     schedule,
     workload_sha256,
@@ -115,3 +118,35 @@ def test_numbers_out_of_range_are_refused() -> None:
     for bad in (b'{"rate_rps": 0}', b'{"rate_rps": 1e9}', b'{"seed": -1}', b'{"arrival": "soon"}'):
         with pytest.raises(msgspec.ValidationError):
             msgspec.json.decode(bad, type=WorkloadSpec)
+
+
+@pytest.mark.parametrize("kind", PROMPT_KINDS)
+@pytest.mark.parametrize(("limit", "vocab"), [(256, 49152), (512, 49152), (1024, 320)])
+def test_a_load_is_cut_to_a_short_model(kind: PromptKind, limit: int, vocab: int) -> None:
+    """No prompt with its answer is longer than the model, and what is asked for stays."""
+    wanted = WorkloadSpec(mix={kind: 1.0}, num_requests=60, duration_s=None, input_tok=(32, 256))
+    spec = fitted(wanted, limit, vocab)
+    assert spec != wanted
+    assert spec.output_tok[0] <= spec.output_tok[1]
+    whole = {request.index: request for request in schedule(wanted)}
+    for request in schedule(spec):
+        tokens = len(request.raw_prompt) / chars_per_token(vocab)
+        assert tokens + request.max_tokens + 48 <= limit
+        before = whole[request.index].messages
+        asked = slice(0, 20) if kind == "code" else slice(-20, None)
+        assert request.messages[-1].content[asked] == before[-1].content[asked], "what is asked"
+        assert request.messages[-1].content[-4:] == before[-1].content[-4:], "and how it ends"
+        assert len(request.messages) == len(before)
+    texts = {request.messages[0].content for request in schedule(spec)}
+    assert (len(texts) == 1) == (kind == "shared_prefix")
+    assert min(map(len, texts)) > 60, "there is still something to read"
+
+
+def test_a_load_that_fits_is_left_as_it_is() -> None:
+    spec = WorkloadSpec(mix=dict.fromkeys(PROMPT_KINDS, 1.0), input_tok=(32, 256))
+    assert fitted(spec, 8192, 49152) == spec
+    cut = fitted(spec, 512, 49152)
+    assert fitted(cut, 512, 49152) == cut
+    # A kind that is not sent cuts nothing.
+    short = WorkloadSpec(mix={"chat": 1.0, "long_context": 0.0}, input_tok=(8, 24))
+    assert fitted(short, 512, 49152) == short
