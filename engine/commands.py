@@ -101,6 +101,8 @@ class Commands:
             message = "too many commands; send fewer a second"
             error = m.Error(id=command.id, code="rate_limited", message=message, retry_after_ms=wait_ms)
             server.send(peer, error)
+            if isinstance(command, m.Submit):
+                server.note_refused(peer, command, error)
             return
         known = peer.cached(command.id)
         if known is not None:
@@ -178,19 +180,25 @@ class Commands:
     def _submit(self, peer: Peer, command: m.Submit) -> None:
         server = self._server
         given = sum(part is not None for part in (command.prompt, command.messages, command.tokens))
+        refusal: m.Error | None = None
         if given != 1:
             message = f"exactly one of prompt, messages and tokens must be given, not {given}"
-            server.answer(peer, _error(command.id, "invalid", message))
+            refusal = _error(command.id, "invalid", message)
+            server.answer(peer, refusal)
         elif server.core is None or server.drain_until_s is not None:
             # Not kept as the answer to this id: the same command may be sent again later.
-            server.send(peer, self._not_ready(command.id))
+            refusal = self._not_ready(command.id)
+            server.send(peer, refusal)
         elif len(server.jobs) + sum(len(p.entering) for p in server.peers.values()) >= MAX_OUTSTANDING:
             message = f"{MAX_OUTSTANDING} requests are outstanding, which is the limit"
-            server.send(peer, _error(command.id, "busy", message, retry_after_ms=1000))
+            refusal = _error(command.id, "busy", message, retry_after_ms=1000)
+            server.send(peer, refusal)
         else:
             job = Job(peer, command, time.monotonic_ns())
             peer.entering[command.id] = job
             self._entrance.put(job)
+        if refusal is not None:
+            server.note_refused(peer, command, refusal)
 
     def _not_ready(self, command_id: int) -> m.Error:
         state = self._server.state()

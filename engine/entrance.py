@@ -174,6 +174,8 @@ class Entrance:
         self._server.jobs.pop(job.rid, None)
         job.peer.live.pop(job.rid, None)
         job.peer.entering.pop(job.command.id, None)
+        if error.code != "cancelled":
+            self._server.note_refused(job.peer, job.command, error, job.prompt_tokens or None)
         if error.retry_after_ms is None:
             self._server.answer(job.peer, error)
         else:

@@ -28,6 +28,7 @@ LOG_LINES = 2000
 APPLY_EVENTS = 1000
 PREEMPTIONS = 1000
 _ROWS_A_MESSAGE = 512
+_REFUSALS_A_MESSAGE = 64
 _ITL_BUDGET = 200_000  # token gaps that a snapshot's ended requests may hold together
 
 
@@ -50,6 +51,8 @@ class Publisher:
         self._keyframe_at_s = 0.0
         self._new_steps: list[m.StepRow] = []
         self._new_requests: dict[int, m.RequestRow] = {}
+        self._new_refusals: deque[m.Refusal] = deque(maxlen=_REFUSALS_A_MESSAGE)
+        self._refused_n = 0
         self._flush_at_s: float | None = None
         self._ended_n = 0
         self._prefill_tok = 0
@@ -76,6 +79,12 @@ class Publisher:
             row = msgspec.structs.replace(row, message=codec.clip(row.message))
         self._new_requests[row.rid] = row
         self._ended_n += row.state == "finished"
+        self._schedule(now_s)
+
+    def refused(self, refusal: m.Refusal, now_s: float) -> None:
+        """Queue what is told of a refused request; of very many at once, the newest go out."""
+        self._new_refusals.append(refusal)
+        self._refused_n += 1
         self._schedule(now_s)
 
     def heartbeat(self, beat: m.Heartbeat) -> None:
@@ -163,6 +172,10 @@ class Publisher:
             for row in part:
                 self._remember(row)
             self.publish(m.RequestRows(rows=part))
+        if self._new_refusals:
+            refusals = m.Refusals(rows=list(self._new_refusals), total=self._refused_n)
+            self._new_refusals.clear()
+            self.publish(refusals)
 
     def _remember(self, row: m.RequestRow) -> None:
         if row.state != "finished":

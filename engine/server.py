@@ -359,6 +359,20 @@ class EngineServer:
             peer.remember(reply.id, body)
         self.send(peer, reply, body)
 
+    def note_refused(
+        self, peer: Peer, command: m.Submit, error: m.Error, prompt_tok: int | None = None
+    ) -> None:
+        """Tell all clients that a request was refused, as its own is told."""
+        refusal = m.Refusal(
+            t_ns=time.monotonic_ns(),
+            client=peer.name,
+            tag=codec.clip(command.tag or "", 64),
+            code=error.code,
+            message=codec.clip(error.message, m.MAX_REASON),
+            prompt_tok=prompt_tok,
+        )
+        self.publisher.refused(refusal, time.monotonic())
+
     def _check_peers(self, now_s: float) -> None:
         self.peers.probe(self._ctl, now_s)
         for peer in self.peers.take_lost(now_s, self.grace_s):

@@ -24,6 +24,7 @@ TOPIC_OF: dict[type[m.Telemetry], m.Topic] = {
     m.Heartbeat: "hb",
     m.StepRows: "step",
     m.RequestRows: "req",
+    m.Refusals: "req",
     m.BlockKeyframe: "blk",
     m.BlockDelta: "blk",
     m.ApplyEvent: "event",

@@ -589,6 +589,27 @@ class RequestRows(_Struct, tag="reqs", frozen=True, kw_only=True):
     rows: Annotated[list[RequestRow], Meta(max_length=4096)]
 
 
+class Refusal(_Struct, frozen=True, kw_only=True):
+    """A request that was refused: it never had a number, and whoever sent it was told the same."""
+
+    t_ns: Ns
+    client: Annotated[str, Meta(max_length=64)]
+    tag: Annotated[str, Meta(max_length=64)]
+    code: ErrorCode
+    message: Reason
+    prompt_tok: UInt | None = None  # None where it was refused before its text became tokens
+
+
+class Refusals(_Struct, tag="refused", frozen=True, kw_only=True):
+    """Requests that were refused since the last such message, oldest first.
+
+    Of very many only the newest are told of; ``total`` counts all since the engine's start.
+    """
+
+    rows: Annotated[list[Refusal], Meta(max_length=256)]
+    total: UInt
+
+
 # Block states of the map, one byte a block.
 BLOCK_FREE, BLOCK_CACHED, BLOCK_USED, BLOCK_SHARED, BLOCK_RESERVED, BLOCK_HOST, BLOCK_SWAPPED = range(7)
 
@@ -699,8 +720,8 @@ class GpuRow(_Struct, tag="gpu", frozen=True, kw_only=True):
 
 
 Telemetry = (
-    EngineState | Heartbeat | StepRows | RequestRows | BlockKeyframe | BlockDelta | ApplyEvent | Preempted
-    | LogLine | GpuRow
+    EngineState | Heartbeat | StepRows | RequestRows | Refusals | BlockKeyframe | BlockDelta | ApplyEvent
+    | Preempted | LogLine | GpuRow
 )  # fmt: skip
 
 Topic = Literal["state", "hb", "step", "req", "blk", "event", "log", "gpu"]

@@ -36,6 +36,7 @@ class Changes:
     requests: list[m.RequestRow] = field(default_factory=list)
     applies: list[m.ApplyEvent] = field(default_factory=list)
     preemptions: list[m.Preempted] = field(default_factory=list)
+    refusals: list[m.Refusal] = field(default_factory=list)
     logs: list[m.LogLine] = field(default_factory=list)
     gpus: list[m.GpuRow] = field(default_factory=list)
     state_changed: bool = False
@@ -46,7 +47,7 @@ class Changes:
 
     def __bool__(self) -> bool:
         flags = self.state_changed, self.blocks_changed, self.cfg_changed, self.new_session, self.resynced
-        lists = self.steps, self.requests, self.applies, self.preemptions, self.logs, self.gpus
+        lists = self.steps, self.requests, self.applies, self.preemptions, self.refusals, self.logs, self.gpus
         return any((*lists, *flags))
 
 
@@ -55,8 +56,9 @@ class Mirror:
 
     Public attributes are the present picture: ``state``, ``heartbeat``, ``cfg``, ``model``, ``device``,
     ``blocks`` (a `BlockMap`), ``steps`` (by step number, newest last), ``live`` and ``ended`` request rows
-    by rid, ``applies``, ``preemptions`` (the newest, by rid and time), ``gpus`` by uuid, ``gaps`` (frames
-    lost per topic), ``stale`` (topics with a loss that no snapshot has healed yet).
+    by rid, ``applies``, ``preemptions`` (the newest, by rid and time), ``refused`` (how many requests were,
+    as far as is known: a snapshot does not tell), ``gpus`` by uuid, ``gaps`` (frames lost per topic),
+    ``stale`` (topics with a loss that no snapshot has healed yet).
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Mirror:
         self.ended: dict[int, m.RequestRow] = {}
         self.applies: dict[int, m.ApplyEvent] = {}
         self.preemptions: dict[tuple[int, int], m.Preempted] = {}
+        self.refused = 0
         self.gpus: dict[str, m.GpuRow] = {}
         self.stale: set[m.Topic] = set()
         self._last: dict[str, int] = {}  # per topic, the last sequence number in the picture
@@ -170,6 +173,10 @@ class Mirror:
             case m.RequestRows():
                 for row in message.rows:
                     self._add_request(row)
+            case m.Refusals():
+                if message.total > self.refused:  # else it was kept for a snapshot and comes again
+                    self.refused = message.total
+                    self._changes.refusals += message.rows
             case m.Heartbeat():
                 self.heartbeat = message
                 self._compare(message.seq)

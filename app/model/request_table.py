@@ -1,4 +1,8 @@
-"""A Qt table model over the session's requests: rows change in place, new ones come in at the top."""
+"""A Qt table model over the session's requests: rows change in place, new ones come in at the top.
+
+Requests that were refused stand below all others, the newest first: however many there are, they hide none
+that runs. They have a reason where the others have figures.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import dataclass
 from PySide6.QtCore import QAbstractTableModel, QModelIndex, QPersistentModelIndex, Qt
 
 from app.i18n import N_, tr, tr_engine, tr_later
+from app.model.refusals import KEPT, RefusedView
 from app.model.requests import Key
 from app.model.session import RequestView, SessionModel
 from app.units import NONE, count, percent, seconds
@@ -16,6 +21,8 @@ from app.widgets.basic import plain_tip
 AnyIndex = QModelIndex | QPersistentModelIndex
 MAX_ROWS = 2000
 RID_ROLE = Qt.ItemDataRole.UserRole + 1
+REFUSED_ROLE = Qt.ItemDataRole.UserRole + 2
+REASON_COLUMN = 3  # from which on a refused request has its reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +149,18 @@ def _revision(view: RequestView) -> str:
     return f"{row.rev_first}–{row.rev_last}"
 
 
+def refusal_text(view: RefusedView) -> str:
+    """Why a request was refused: the code, and the reason in words."""
+    return f"{view.row.code}: {tr_engine(view.row.message)}"
+
+
+def _refused_texts(view: RefusedView) -> list[str]:
+    row = view.row
+    tokens = NONE if row.prompt_tok is None else str(count(row.prompt_tok))
+    texts = [row.tag or row.client, tr("refused"), tokens, refusal_text(view)]
+    return texts + [""] * (len(COLUMNS) - len(texts))
+
+
 COLUMNS: tuple[Column, ...] = (
     Column(
         N_("Request"),
@@ -203,8 +222,22 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
+def _refused_data(view: RefusedView, column: int, role: int) -> object:
+    if role == Qt.ItemDataRole.DisplayRole:
+        return _refused_texts(view)[column]
+    if role == Qt.ItemDataRole.ToolTipRole:
+        told = tr("Refused by the engine, sent by {client}.").format(client=view.row.client)
+        return plain_tip(f"{told}\n{refusal_text(view)}")
+    if role == Qt.ItemDataRole.TextAlignmentRole:
+        right = COLUMNS[column].right and column < REASON_COLUMN
+        return (
+            Qt.AlignmentFlag.AlignRight if right else Qt.AlignmentFlag.AlignLeft
+        ) | Qt.AlignmentFlag.AlignVCenter
+    return None
+
+
 class RequestTable(QAbstractTableModel):
-    """Newest first. `refresh` takes in what changed; a row never moves."""
+    """Newest first, then what was refused. `refresh` takes in what changed; a row never moves."""
 
     def __init__(self, session: SessionModel) -> None:
         super().__init__()
@@ -212,10 +245,12 @@ class RequestTable(QAbstractTableModel):
         self._rows: list[RequestView] = []  # oldest first; shown from the end
         self._at: dict[Key, int] = {}
         self._texts: dict[Key, list[str]] = {}  # of the rows that somebody has read
+        self._refused: list[RefusedView] = []  # oldest first; shown from the end, below `_rows`
         self._seen_rev = -1
 
     def refresh(self) -> None:
         """Bring the table up to date."""
+        self._take_refused()
         rev = self._session.requests_rev
         if rev == self._seen_rev:
             return
@@ -239,6 +274,23 @@ class RequestTable(QAbstractTableModel):
                 self._at[view.key] = len(self._rows)
                 self._rows.append(view)
             self.endInsertRows()
+
+    def _take_refused(self) -> None:
+        last = self._refused[-1].n if self._refused else 0
+        new = [view for view in self._session.refusals.kept if view.n > last]
+        if not new:
+            return
+        surplus = len(self._refused) + len(new) - KEPT
+        if surplus > 0 and self._refused:
+            lines = self.rowCount()
+            gone = min(surplus, len(self._refused))
+            self.beginRemoveRows(QModelIndex(), lines - gone, lines - 1)
+            del self._refused[:gone]
+            self.endRemoveRows()
+        first = len(self._rows)
+        self.beginInsertRows(QModelIndex(), first, first + len(new) - 1)
+        self._refused += new
+        self.endInsertRows()
 
     def _tell_changed(self, view: RequestView, line: int) -> None:
         """Have those cells of a line painted anew that read otherwise now. Nobody saw what was never read."""
@@ -265,9 +317,18 @@ class RequestTable(QAbstractTableModel):
         self._at = {view.key: i for i, view in enumerate(self._rows)}
         self.endResetModel()
 
+    @property
+    def num_requests(self) -> int:
+        """Lines of requests that were taken; those that were refused come below them."""
+        return len(self._rows)
+
     def view_at(self, line: int) -> RequestView:
-        """The request in a line."""
+        """The request in one of the first `num_requests` lines."""
         return self._rows[len(self._rows) - 1 - line]
+
+    def _refused_at(self, line: int) -> RefusedView | None:
+        at = line - len(self._rows)
+        return self._refused[len(self._refused) - 1 - at] if at >= 0 else None
 
     def line_of(self, rid: int) -> int | None:
         """The line of a request of the newest engine, or None."""
@@ -275,14 +336,19 @@ class RequestTable(QAbstractTableModel):
         return None if at is None else len(self._rows) - 1 - at
 
     def rowCount(self, parent: AnyIndex = QModelIndex()) -> int:  # noqa: B008
-        return 0 if parent.isValid() else len(self._rows)
+        return 0 if parent.isValid() else len(self._rows) + len(self._refused)
 
     def columnCount(self, parent: AnyIndex = QModelIndex()) -> int:  # noqa: B008
         return 0 if parent.isValid() else len(COLUMNS)
 
     def data(self, index: AnyIndex, role: int = Qt.ItemDataRole.DisplayRole) -> object:
-        if not index.isValid() or not 0 <= index.row() < len(self._rows):
+        if not index.isValid() or not 0 <= index.row() < self.rowCount():
             return None
+        refused = self._refused_at(index.row())
+        if role == REFUSED_ROLE:
+            return refused is not None
+        if refused is not None:
+            return _refused_data(refused, index.column(), role)
         view, spec = self.view_at(index.row()), COLUMNS[index.column()]
         if role == Qt.ItemDataRole.DisplayRole:
             return self._text(view, index.column())

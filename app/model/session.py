@@ -37,6 +37,7 @@ from app.model.machine import OtherWork
 from app.model.memory import KernelBook, MemoryBook, WhatRan, memory_stats
 from app.model.outages import Outages
 from app.model.pauses import longest_wait
+from app.model.refusals import RefusalBook
 from app.model.requests import Key, RequestBook, RequestView
 from app.model.seats import Bars, SeatBook
 from app.model.series import BinTable, Ring, percentiles
@@ -99,6 +100,7 @@ class SessionModel:
         self.device: DeviceInfo | None = None
         self.blocks: BlockView | None = None
         self.cards = CardBook()
+        self.refusals = RefusalBook()
         self.attention = ""  # the backend that the newest step really ran
         self.attention_rev = -1  # the configuration that it ran with
         self.kernels = ""
@@ -167,6 +169,7 @@ class SessionModel:
         self.logs.extend(batch.logs)
         self.log_total += len(batch.logs)
         self._take_steps(batch.steps, offset_ns)
+        self.refusals.take(batch.refusals, batch.refused, offset_ns)
         news = self._book.take(batch.requests, offset_ns)
         self._take_preemptions(batch.preemptions, offset_ns)
         self._seats.take(self._book.engine, news, batch.preemptions, offset_ns, self.now_s)
@@ -192,6 +195,7 @@ class SessionModel:
 
     def _new_engine(self, now_s: float) -> None:
         self._book.new_engine()
+        self.refusals.new_engine()
         self._seats.engine_ended()
         self._last_step = None
         self._steps_before = self._steps.total

@@ -63,6 +63,9 @@ class Inbox:
                 self._requests[row.rid] = row
             batch.events += changes.applies
             batch.preemptions += changes.preemptions
+            if changes.refusals:
+                batch.refusals += changes.refusals
+                batch.refused = mirror.refused
             batch.logs += changes.logs
             batch.gpu += changes.gpus
             if changes.state_changed:
@@ -90,7 +93,7 @@ class Inbox:
         while len(self._requests) > _MAX_REQUESTS:
             del self._requests[next(iter(self._requests))]
             batch.dropped_rows += 1
-        for others in (batch.events, batch.preemptions, batch.logs, batch.gpu):
+        for others in (batch.events, batch.preemptions, batch.refusals, batch.logs, batch.gpu):
             del others[:-_MAX_OTHERS]
 
     def take(self, now_s: float) -> tuple[Batch, list[Callback]]:

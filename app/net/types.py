@@ -23,6 +23,7 @@ from ipc.messages import (
     ModelInfo,
     Phase,
     Preempted,
+    Refusal,
     Reply,
     RequestRow,
     StepRow,
@@ -127,6 +128,8 @@ class Batch:
     requests: list[RequestRow] = field(default_factory=list)  # the last row of each, ended ones always
     events: list[ApplyEvent] = field(default_factory=list)
     preemptions: list[Preempted] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    refused: int | None = None  # all requests that the engine has refused, where that is news
     logs: list[LogLine] = field(default_factory=list)
     gpu: list[GpuRow] = field(default_factory=list)
     blocks: BlockView | None = None

@@ -385,3 +385,33 @@ def test_what_sending_takes_is_told_of_each_request_and_in_all(server: EngineSer
         assert published() == [done.row]
         assert done.row.detokenize_us > 0
         assert done.row.tokenize_us > 0
+
+
+def test_refused_requests_are_told_to_every_client_with_their_reason(server: EngineServer) -> None:
+    with Client(server.ctl_url, name="somebody") as client, Client(server.ctl_url, name="console") as other:
+        other.subscribe(["req"])
+        other.hello()
+        wait_until(lambda: bool(other.telemetry(0.05)), "a heartbeat: it hears everything from now on")
+        client.hello()
+        with pytest.raises(EngineError, match="9000 tokens"):
+            client.submit([5] * 9000, tag="long")
+        with pytest.raises(EngineError, match="exactly one"):
+            client.call(m.Submit(id=client.next_id(), tag="none"), m.Accepted)
+        told: list[m.Refusal] = []
+        total = 0
+
+        def heard() -> bool:
+            nonlocal total
+            for _, _, message in other.telemetry(0.05):
+                if isinstance(message, m.Refusals):
+                    told.extend(message.rows)
+                    total = message.total
+            return total == 2
+
+        wait_until(heard, "both are told of")
+    assert [(row.client, row.tag, row.code) for row in told] == [
+        ("somebody", "long", "too_long"),
+        ("somebody", "none", "invalid"),
+    ]
+    assert "9000 tokens" in told[0].message
+    assert [row.prompt_tok for row in told] == [9000, None]

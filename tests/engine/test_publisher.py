@@ -33,3 +33,21 @@ def test_the_block_map_says_which_blocks_are_host_memory() -> None:
     for key in (told, snapshot.blocks):
         assert isinstance(key, m.BlockKeyframe)
         assert (key.num_blocks, key.num_host, key.state) == (4, 2, state.tobytes())
+
+
+def test_of_a_flood_of_refusals_the_newest_are_told_and_all_counted() -> None:
+    """A client that is refused as fast as it can send must not fill the telemetry."""
+    sent: list[list[bytes]] = []
+    publisher = Publisher(sent.append)
+    for i in range(500):
+        refusal = m.Refusal(t_ns=i, client="c", tag=str(i), code="rate_limited", message="too many")
+        publisher.refused(refusal, now_s=1.0)
+    assert sent == []
+    assert publisher.due_s is not None
+    publisher.tick(publisher.due_s)
+    publisher.tick(publisher.due_s or 9.0)
+    told = [codec.unpack_telemetry(frames)[2] for frames in sent]
+    assert len(told) == 1
+    assert isinstance(told[0], m.Refusals)
+    assert told[0].total == 500
+    assert [row.tag for row in told[0].rows] == [str(i) for i in range(500 - 64, 500)]

@@ -77,6 +77,7 @@ TELEMETRY: list[m.Telemetry] = [
     m.Heartbeat(mono_ns=1, step=2, busy="idle", last_step_age_us=3, rss_bytes=4),
     m.StepRows(rows=[step_row(1), step_row(2)]),
     m.RequestRows(rows=[request_row(1), request_row(2, state="decode")]),
+    m.Refusals(rows=[m.Refusal(t_ns=1, client="c", tag="t", code="too_long", message="no")], total=2),
     m.BlockKeyframe(
         frame=1, t_ns=1, num_blocks=2, block_size=16, state=b"\0\1", fill=b"\0\0\1\0", owner=b"\0" * 8
     ),

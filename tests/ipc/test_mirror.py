@@ -278,3 +278,30 @@ def test_another_session_forgets_everything() -> None:
     _read(mirror, fresh.wire)
     mirror.snapshot(fresh.snapshot())
     _same(mirror, fresh)
+
+
+def test_refusals_come_once_also_where_they_were_kept_for_a_snapshot() -> None:
+    wire: list[list[bytes]] = []
+    publisher = Publisher(wire.append)
+    mirror = Mirror()
+    mirror.begin("s")
+
+    def refuse(count: int) -> None:
+        for _ in range(count):
+            row = m.Refusal(t_ns=1, client="c", tag="", code="too_long", message="no")
+            publisher.refused(row, now_s=1.0)
+        publisher.flush()
+
+    publisher.set_state(state())
+    before = publisher.snapshot(1, cfg(), None, None)
+    refuse(2)
+    for frames in wire:
+        mirror.frame(*codec.unpack_telemetry(frames))
+    mirror.snapshot(before)
+    assert (mirror.refused, len(mirror.take().refusals)) == (2, 2)
+    wire.clear()
+    refuse(1)
+    mirror.frame(*codec.unpack_telemetry(wire[0]))
+    assert (mirror.refused, len(mirror.take().refusals)) == (3, 1)
+    mirror.begin("another")
+    assert mirror.refused == 0

@@ -7,7 +7,7 @@ from collections import Counter
 
 from PySide6.QtCore import QEvent, QObject, Qt
 from PySide6.QtGui import QColor, QImage, QPainter, QStandardItem, QStandardItemModel
-from PySide6.QtWidgets import QApplication, QStyleOptionViewItem
+from PySide6.QtWidgets import QApplication, QStyleOptionViewItem, QTableView
 
 from app.main_window import MainWindow
 from app.model.request_table import COLUMNS
@@ -141,7 +141,8 @@ def test_a_cell_leaves_the_painter_as_it_was(qapp: QApplication) -> None:
     option.rect = image.rect()
     painter = QPainter(image)
     painter.setPen(QColor("red"))
-    _Cells().paint(painter, option, rows.index(0, 0))
+    table = QTableView()
+    _Cells(table).paint(painter, option, rows.index(0, 0))
     assert painter.pen().color() == QColor("red")
     painter.end()
     assert any(image.pixelColor(x, y).lightness() > 0 for x in range(80) for y in range(18)), "it is painted"

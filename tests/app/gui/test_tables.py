@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from PySide6.QtCore import Qt
@@ -16,7 +17,8 @@ from app.model.log_table import DEPTH, LogEntry, LogFilter, LogModel
 from app.model.request_table import COLUMNS
 from app.net.types import LinkState, LinkStatus
 from app.panels.baselines import safe_name
-from ipc.messages import CfgSet, LogLine
+from app.units import count
+from ipc.messages import CfgSet, LogLine, Refusal
 from tests.app import builders as b
 from tests.app.gui.conftest import beat, until
 from tests.app.gui.feed import FeedLink
@@ -114,6 +116,100 @@ def test_requests_end_with_their_engine_and_the_next_ones_numbers_are_their_own(
     ]
     assert [model.index(line, 1).data() for line in range(4)] == ["decode", "error", "error", "error"]
     assert model.line_of(2) == 0
+
+
+def refusal(i: int, **changes: Any) -> Refusal:
+    values: dict[str, Any] = {
+        "t_ns": i, "client": "a <client>", "tag": f"chat/{i}", "code": "too_long", "prompt_tok": 300,
+        "message": "the prompt has 300 tokens, the limit is 256 with the new ones; shorten it to 255",
+    }  # fmt: skip
+    return Refusal(**(values | changes))
+
+
+def test_refused_requests_stand_below_those_that_run_with_their_reason(
+    window: MainWindow, link: FeedLink, qtmodeltester: ModelTester
+) -> None:
+    """Whoever sends too long prompts saw a load fail and nothing in the table."""
+    panel, model = window.requests, window.requests.model
+    window.show_panel("requests")
+    live = {"state": "decode", "end_ns": None, "finish": None}
+    link.ready()
+    beat(window, 1)
+    link.push(
+        requests=[b.request_row(i, window.session.now_s, **live) for i in (1, 2)],
+        refusals=[refusal(i) for i in range(3)], refused=3,
+    )  # fmt: skip
+    beat(window, 2)
+    panel.refresh_figures()
+    assert [model.index(line, 0).data() for line in range(5)] == [
+        "2  t/2", "1  t/1", "chat/2", "chat/1", "chat/0",
+    ]  # fmt: skip
+    assert [model.index(2, column).data() for column in (1, 2)] == ["refused", "300"]
+    assert model.index(2, 3).data().startswith("too_long: the prompt has 300 tokens, the limit is 256")
+    assert "a &lt;client&gt;" in model.index(2, 0).data(Qt.ItemDataRole.ToolTipRole)
+    assert panel.refused_line.isVisible()
+    assert panel.refused.full_text.startswith("3 refused, the last one for too_long: the prompt has 300")
+    told: list[str] = []
+    panel.summary_changed.connect(told.append)
+    panel.refresh_figures()
+    assert told == ["2 live · 0 ended · 3 refused"]
+    qtmodeltester.check(model)
+    panel.table.selectRow(2)
+    assert window.console.selected_rid is None
+    # The reason is painted across the cells that have no figure of it.
+    picture = panel.table.viewport().grab().toImage()
+    line = panel.table.rowViewportPosition(2) + panel.table.rowHeight(2) // 2
+    header = panel.table.horizontalHeader()
+    ink = [
+        header.logicalIndexAt(x)
+        for x in range(picture.width())
+        if any(picture.pixelColor(x, line + dy).lightness() > 110 for dy in (-4, -2, 0, 2, 4))
+    ]
+    assert {3, 4, 5, 6, 7} <= set(ink)
+    panel.show_refused()
+    assert panel.proxy.rowCount() == 3
+    panel.toggle_filter()
+    assert panel.proxy.rowCount() == 5
+
+
+def test_a_flood_of_refusals_hides_nothing_and_is_counted(window: MainWindow, link: FeedLink) -> None:
+    panel, model = window.requests, window.requests.model
+    window.show_panel("requests")
+    live = {"state": "decode", "end_ns": None, "finish": None}
+    link.ready()
+    beat(window, 1)
+    link.push(requests=[b.request_row(7, window.session.now_s, **live)])
+    beat(window, 2)
+    panel.table.selectRow(0)
+    resets: list[int] = []
+    model.modelReset.connect(lambda: resets.append(1))
+    for start in range(0, 1000, 250):
+        link.push(refusals=[refusal(start + i) for i in range(60)], refused=start + 250)
+        beat(window, 2)
+    panel.refresh_figures()
+    assert model.rowCount() == 101
+    assert model.index(0, 0).data().startswith("7")
+    assert model.index(1, 0).data() == "chat/809"
+    assert model.index(100, 0).data() == "chat/520"
+    assert window.console.selected_rid == 7
+    assert not resets
+    assert panel.refused.full_text.startswith(f"{count(1000)} refused")
+    panel._put_away()
+    panel.refresh_figures()
+    assert not panel.refused_line.isVisible()
+    link.push(refusals=[refusal(1000)], refused=1001)
+    beat(window, 2)
+    panel.refresh_figures()
+    assert panel.refused_line.isVisible()
+    link.ready()  # another engine counts from 0, and has refused nothing yet
+    beat(window, 1)
+    panel.refresh_figures()
+    assert not panel.refused_line.isVisible()
+    link.push(refusals=[refusal(1)], refused=1)
+    beat(window, 2)
+    panel.refresh_figures()
+    assert window.session.refusals.total == 1002
+    assert panel.refused.full_text.startswith("1 refused")
 
 
 def test_requests_whose_end_was_lost_leave_the_table(window: MainWindow, link: FeedLink) -> None:
