@@ -199,6 +199,7 @@ class MainWindow(WindowActions):
             dock = PanelDock(name, {i: (tr_later(PANELS[i]), panels[i]) for i in ids}, self)
             self.addDockWidget(area, dock)
             self.docks[name] = dock
+            self.toasts.stay_above(dock)
 
     def _place_docks(self) -> None:
         """The default arrangement."""

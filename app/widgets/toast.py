@@ -94,7 +94,8 @@ class Toast(QFrame):
 class ToastStack(QObject):
     """The notices of one window, newest at the bottom, at its lower right corner.
 
-    The window calls `arrange` when its size has changed.
+    The window calls `arrange` when its size has changed, and `stay_above` for each part of it that may be
+    raised.
     """
 
     def __init__(self, window: QWidget) -> None:
@@ -116,6 +117,16 @@ class ToastStack(QObject):
         toast.adjustSize()
         toast.show()
         self.arrange()
+
+    def stay_above(self, part: QWidget) -> None:
+        """Keep the notices in front of a part of the window, whoever raises it."""
+        part.installEventFilter(self)
+
+    def eventFilter(self, watched: QObject, event: QEvent) -> bool:
+        if event.type() == QEvent.Type.ZOrderChange:
+            for toast in self.toasts:
+                toast.raise_()
+        return False
 
     def drop(self, toast: Toast) -> None:
         """Forget a notice that closed."""

@@ -567,3 +567,19 @@ def test_the_button_of_the_time_says_what_the_axis_shows(window: MainWindow, lin
     window.set_span(60)
     window.status_line.refresh()
     assert button.text().replace("\u00a0", " ") == "1 min"
+
+
+def test_notices_stay_in_front_of_a_dock_that_is_raised(window: MainWindow, link: FeedLink) -> None:
+    """A panel that was called up hid what had just been told."""
+    link.ready()
+    beat(window)
+    window.console.tell("warning", lambda: "look at this")
+    toast = window.toasts.toasts[0]
+    for raise_it in (
+        lambda: window.show_panel("card"), lambda: window.docks["bottom"].raise_(),
+        lambda: window.docks["traffic"].raise_(), window.reset_layout,
+    ):  # fmt: skip
+        raise_it()
+        beat(window, 1)
+        under = window.childAt(toast.geometry().center())
+        assert under is toast or toast.isAncestorOf(under)
