@@ -35,7 +35,7 @@ from app.settings import Settings
 from app.store.collect import from_live, from_load
 from app.store.records import BaselineData, BaselineSummary, Comparison
 from app.store.store import ExportFormat, Store
-from app.units import pause, span
+from app.units import count, pause, span
 from ipc.messages import CANCELLED, ApplyEvent, Cancel, CfgCancel, Error, KnobValue, Reply
 
 AFTER_CHANGE_S = 1e-3  # so that the change itself is not in the window that begins with it
@@ -215,10 +215,15 @@ class Console(QObject):
         if state is not None and state.pending_apply is not None:
             self.link.send(CfgCancel(id=1, apply_id=state.pending_apply), self._tell_error)
 
-    def pending_text(self) -> str:
-        """What this console asked for and the engine has not applied yet, in words."""
+    def pending_text(self, *, brief: bool = False) -> str:
+        """What this console asked for and the engine has not applied yet; ``brief``: the first of it."""
         views = self.knobs.views()
-        return self.patch_text({v.info.id: v.desired for v in views if v.status is KnobStatus.PENDING})
+        patch = {v.info.id: v.desired for v in views if v.status is KnobStatus.PENDING}
+        if not brief or len(patch) < 2:
+            return self.patch_text(patch)
+        knob, value = next(iter(patch.items()))
+        first = self.patch_text({knob: value})
+        return tr("{change} and {n} more").format(change=first, n=count(len(patch) - 1))
 
     def _tell_refusals(self) -> None:
         refused = {v.info.id: v.reason for v in self.knobs.views() if v.status is KnobStatus.REFUSED}

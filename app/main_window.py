@@ -305,7 +305,9 @@ class MainWindow(WindowActions):
 
     def _refresh_state(self) -> None:
         console = self.console
-        message = status.banner_message(self.session, console.pending_text())
+        message = status.banner_message(
+            self.session, console.pending_text(), console.pending_text(brief=True)
+        )
         if message is None and console.left_out:
             message = status.left_out_message(console.left_out_text(console.left_out))
         for banner in (self.banner, self.change_banner):
@@ -313,7 +315,8 @@ class MainWindow(WindowActions):
                 set_visible(banner, False)
                 continue
             banner.show_message(
-                message.level, message.title, message.text, share=message.share, busy=message.busy,
+                message.level, message.title, message.text, message.brief,
+                share=message.share, busy=message.busy,
                 can_restart=message.can_restart, log=message.log, draft=message.draft,
                 can_cancel=message.can_cancel, cpu=message.cpu, again=message.again,
             )  # fmt: skip

@@ -41,6 +41,7 @@ class Message:
     can_cancel: bool = False
     again: bool = False  # what the restart left out can be set again
     cpu: bool = False  # it may do on the CPU what it cannot on the card
+    brief: str = ""  # `text` where it has no room
 
 
 def applying_share(session: SessionModel) -> float | None:
@@ -56,13 +57,16 @@ def applying_share(session: SessionModel) -> float | None:
     return state.done_bytes / state.total_bytes if state.done_bytes < state.total_bytes else None
 
 
-def banner_message(session: SessionModel, change: str = "") -> Message | None:
-    """The message for the present state, or None while all is well. ``change``: what was asked for."""
+def banner_message(session: SessionModel, change: str = "", brief: str = "") -> Message | None:
+    """The message for the present state, or None while all is well.
+
+    ``change``: what was asked for; ``brief``: the same where there is no room for it.
+    """
     link = session.link
     if link.state is LinkState.READY:
         state = session.state
         if state is not None and state.phase == "applying":
-            return _applying(session, state, change)
+            return _applying(session, state, change, brief)
         return None
     if link.state in (LinkState.STARTING, LinkState.CONNECTING):
         title = tr("Starting the engine") if link.managed else tr("Connecting to the engine")
@@ -107,22 +111,22 @@ def _may_do_on_cpu(session: SessionModel) -> bool:
     return asked != "cpu"
 
 
-def _applying(session: SessionModel, state: EngineState, change: str) -> Message:
+def _applying(session: SessionModel, state: EngineState, change: str, brief: str) -> Message:
     share = applying_share(session)
     since_s = session.now_s - (state.since_ns - session.link.clock_offset_ns) * 1e-9
     stage = tr_engine(state.stage)
     if share is None and state.total_bytes:
         stage = tr("completing it after {stage}").format(stage=stage)
-    parts = [change, stage, str(percent(share)) if share else ""]  # at 0 it may not tell how far it is
+    parts = [stage, str(percent(share)) if share else ""]  # at 0 it may not tell how far it is
     if since_s >= _SLOW_S:
         parts.append(tr("for {time}").format(time=clock(since_s)))
     parts.append(_left(session))
     title, live = tr("Applying a change"), state.running + state.waiting
     if live:
         title = f"{title} · {tr('{n} requests wait').format(n=count(live))}"
-    text = " · ".join(part for part in parts if part)
+    text, short = (" · ".join(part for part in (what, *parts) if part) for what in (change, brief))
     return Message(
-        "busy", title, text, share=share or None, busy=not share, change=True,
+        "busy", title, text, brief=short, share=share or None, busy=not share, change=True,
         can_cancel=share is not None and state.pending_apply is not None,
     )  # fmt: skip
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from PySide6.QtCore import QRect, Signal
+from PySide6.QtCore import QRect, Qt, Signal
 from PySide6.QtWidgets import QFrame, QProgressBar, QWidget
 
 from app.i18n import tr
-from app.widgets.basic import WrappedLabel, button, column, label, row, set_role, set_state, set_tip
+from app.widgets.basic import (
+    ElidedLabel,
+    WrappedLabel,
+    button,
+    column,
+    label,
+    row,
+    set_role,
+    set_state,
+    set_tip,
+)
 from app.widgets.focus import set_visible
 from app.widgets.status_pill import StatusPill
 
@@ -20,7 +30,7 @@ class Banner(QFrame):
     """Hidden while all is well.
 
     ``room``: it lies in this part of its window, which nothing else uses, so that nothing moves under the
-    pointer and nothing is hidden when it comes and goes.
+    pointer and nothing is hidden when it comes and goes. Its text then has one line.
     """
 
     restart_asked = Signal()
@@ -36,7 +46,9 @@ class Banner(QFrame):
         self._room = room
         self.pill = StatusPill()
         self.title = label("", "title")
-        self.text = WrappedLabel("dim")
+        self.text: WrappedLabel | ElidedLabel = WrappedLabel("dim")
+        if room is not None:  # how far it is stands at the end
+            self.text = ElidedLabel("", "small", Qt.TextElideMode.ElideMiddle)
         self.progress = QProgressBar()
         self.progress.setTextVisible(False)
         self.log = button(tr("Show log"), self.log_asked.emit)
@@ -62,7 +74,6 @@ class Banner(QFrame):
             line.setStretchFactor(self.text, 1)
             self.setLayout(line)
         else:
-            set_role(self.text, "small")
             set_role(self.cancel, "flat")
             head = row(self.pill, self.title, 4, self.progress, *buttons, spacing=6)
             head.setStretchFactor(self.progress, 1)
@@ -71,15 +82,19 @@ class Banner(QFrame):
         self.hide()
 
     def show_message(
-        self, level: str, title: str, text: str, *, share: float | None = None, busy: bool = False,
-        can_restart: bool = False, log: bool = False, draft: bool = False, can_cancel: bool = False,
-        cpu: bool = False, again: bool = False,
+        self, level: str, title: str, text: str, brief: str = "", *, share: float | None = None,
+        busy: bool = False, can_restart: bool = False, log: bool = False, draft: bool = False,
+        can_cancel: bool = False, cpu: bool = False, again: bool = False,
     ) -> None:  # fmt: skip
-        """Show one message. ``share`` 0..1 draws a bar; ``busy`` one without an end."""
+        """Show one message. ``share`` 0..1 draws a bar; ``busy`` one without an end.
+
+        ``brief``: what to show where ``text`` has no room in its one line; the whole is then the tooltip.
+        """
         set_state(self, "role", "banner" if level == "alarm" else "card" if self._room is None else "toast")
         self.pill.set_state(level, "")
         self.title.setText(title)
-        self.text.set_full_text(text)
+        if self._room is None:
+            self.text.set_full_text(text)
         self.progress.setVisible(share is not None or busy)
         if share is not None:
             self.progress.setRange(0, 1000)
@@ -99,15 +114,16 @@ class Banner(QFrame):
         self.setAccessibleName(f"{title}. {text}")
         if self._room is not None:
             room = self._room()
-            self.text.fit(room.width() - 14)
+            fits = self.text.fontMetrics().horizontalAdvance(text) <= room.width() - 14
+            self.text.set_full_text(text if fits or not brief else brief)
+            set_tip(self, text)
             self.layout().activate()  # type: ignore[union-attr]
-            height = self.sizeHint().height()
-            # What does not fit in one line hangs down over the next, but never moves it.
-            top = room.top() + max(0, (room.height() - height) // 2)
+            height = min(self.sizeHint().height(), room.height())
+            top = room.top() + (room.height() - height) // 2
             self.setGeometry(room.left(), top, room.width(), height)
             self.raise_()
         self.show()
-        if self._room is None:
+        if isinstance(self.text, WrappedLabel):
             parts = [self.pill, self.title, self.progress, *self._buttons]
             widths = [PROGRESS_WIDTH if part is self.progress else part.sizeHint().width() for part in parts]
             taken = sum(w + 8 for part, w in zip(parts, widths, strict=True) if part.isVisibleTo(self))

@@ -241,11 +241,14 @@ class FlowingLabel(PaintedLabel):
 
 
 class ElidedLabel(PaintedLabel):
-    """A label that ends in an ellipsis where it has no room, with the whole text as its tooltip."""
+    """A label with an ellipsis where it has no room, by default at its end, and the whole as its tooltip."""
 
-    def __init__(self, text: str = "", role: str = "") -> None:
+    def __init__(
+        self, text: str = "", role: str = "", mode: Qt.TextElideMode = Qt.TextElideMode.ElideRight
+    ) -> None:
         super().__init__(role)
         self._full = ""
+        self._mode = mode
         self.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
         self.set_full_text(text)
 
@@ -261,7 +264,7 @@ class ElidedLabel(PaintedLabel):
             self._elide()
 
     def _elide(self) -> None:
-        shown = self.fontMetrics().elidedText(self._full, Qt.TextElideMode.ElideRight, max(0, self.width()))
+        shown = self.fontMetrics().elidedText(self._full, self._mode, max(0, self.width()))
         if shown != self._shown:
             self._shown = shown
             self.update()

@@ -209,10 +209,16 @@ def test_banners_are_read_whole_in_a_small_window(console: Console, link: FeedLi
     banner = window.change_banner
     for part in (banner.title, banner.cancel):
         assert part.width() >= part.sizeHint().width()
-    assert banner.text.height() >= banner.text.heightForWidth(banner.text.width())
+    assert banner.text.text() == banner.text.full_text, "nothing is left out at its end"
+    assert banner.text.height() >= banner.text.fontMetrics().height()
     boxes = [p.geometry() for p in (banner.pill, banner.title, banner.cancel, banner.text, banner.progress)]
     assert not [1 for a, b in itertools.combinations(boxes, 2) if a.intersects(b)]
-    assert banner.rect().contains(boxes[-1])
+    assert all(banner.rect().contains(box) for box in boxes)
+    below = window.load_bar.mapTo(window, QPoint(0, 0)).y()
+    assert banner.geometry().bottom() < below, "it does not hang over the load"
+    more = "and 2 more" if language == "en" else "另 2 项"
+    assert (more in banner.text.full_text) == ("rtn" not in banner.text.full_text)
+    assert "rtn" in banner.toolTip(), "what is asked for is read whole there"
     reason = (
         "The engine's process has ended: it was killed by SIGKILL. That was 3.6 s after a change of its "
         "configuration; a restart goes back to the one before."
