@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from PySide6.QtCore import QSize, Qt, Signal, Slot
 from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QAbstractItemView, QHeaderView, QTableView, QWidget
 
+from app import theme
 from app.i18n import N_, tr, tr_engine, tr_later
 from app.model.drafts import DraftFigures
 from app.model.knobs import KnobStatus
@@ -44,7 +47,9 @@ BELOW = {
 }  # fmt: skip
 FORWARD = ("forward", "linear", "attention", "head", "rest")
 AROUND = tuple(key for key in ABOVE if key not in FORWARD)
-WIDTHS = (118, 58, 62, 56, 56, 66, 60, 56)
+WIDTHS = (118, 58, 62, 56, 56, 66, 60, 56)  # at least, in pixels
+WIDEST = "0.00123"  # ms: a figure that has to fit
+CELL_PAD = 14
 
 
 class StageChart(StackPlot):
@@ -122,8 +127,15 @@ class StagesPanel(QWidget):
         self.drafts.hide()
         side = QWidget()
         side.setLayout(column(head, self.table, self.drafts, spacing=0))
-        side.setFixedWidth(sum(WIDTHS) + 14)
+        side.setFixedWidth(sum(self._widths()) + 14)
         self.setLayout(row(self.chart, side, spacing=0))
+
+    def _widths(self) -> list[int]:
+        """Of the columns: no name and no figure is cut, in any language."""
+        header = self.table.horizontalHeader()
+        header.ensurePolished()
+        figure = math.ceil(theme.metrics(0.9, bold=True).horizontalAdvance(WIDEST)) + CELL_PAD
+        return [max(least, header.sectionSizeHint(i), figure) for i, least in enumerate(WIDTHS)]
 
     def _shape_table(self) -> None:
         table = self.table
@@ -142,7 +154,7 @@ class StagesPanel(QWidget):
         header = table.horizontalHeader()
         header.setHighlightSections(False)
         header.setSectionResizeMode(QHeaderView.ResizeMode.Fixed)
-        for i, width in enumerate(WIDTHS):
+        for i, width in enumerate(self._widths()):
             table.setColumnWidth(i, width)
         header.setSectionResizeMode(0, QHeaderView.ResizeMode.Stretch)
 

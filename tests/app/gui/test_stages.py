@@ -14,10 +14,12 @@ import pyqtgraph as pg
 import pytest
 from numpy.typing import NDArray
 from PySide6.QtCore import QPointF, Qt
+from PySide6.QtGui import QFontMetricsF
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app import theme, units
+from app import i18n, theme, units
+from app.console import Console
 from app.main_window import MainWindow
 from app.model.stage_table import HEADS, StageTable
 from app.widgets.chart_header import SeriesSpec
@@ -25,7 +27,7 @@ from app.widgets.stack_plot import Layer, StackPlot
 from ipc.messages import CfgSet, StepRow
 from tests.app import builders as b
 from tests.app.gui import feed
-from tests.app.gui.conftest import beat
+from tests.app.gui.conftest import beat, discard
 from tests.app.gui.feed import FeedLink
 
 F64 = NDArray[np.float64]
@@ -207,6 +209,40 @@ def test_every_line_and_head_says_what_it_is(window: MainWindow, link: FeedLink)
             assert model.index(line, at).data(Qt.ItemDataRole.ToolTipRole)
     for at in range(model.columnCount()):
         assert model.headerData(at, Qt.Orientation.Horizontal, Qt.ItemDataRole.ToolTipRole)
+
+
+@pytest.mark.parametrize("language", ["en", "zh_CN"])
+def test_no_name_and_no_figure_of_a_column_is_cut(console: Console, link: FeedLink, language: str) -> None:
+    i18n.use(language)
+    window = MainWindow(console)
+    window.resize(1280, 800)
+    window.show()
+    link.ready()
+    beat(window)
+    window.show_panel("stages")
+    now_s = window.session.now_s
+    steps = [
+        b.step_row(
+            i, now_s - 0.1 * i, dur_us=1000 + 23_000_000 * (i % 2), forward_us=900 + 22_900_000 * (i % 2)
+        )
+        for i in range(20, 0, -1)
+    ]
+    link.push(steps=steps, requests=[b.request_row(1, now_s - 20.0, end_ns=round(now_s * 1e9))])
+    beat(window)
+    window.stages.refresh_figures()
+    table = window.stages.table
+    header = table.horizontalHeader()
+    for column, _ in enumerate(HEADS):
+        width = table.columnWidth(column)
+        assert header.sectionSizeHint(column) <= width
+        for line in range(window.stages.model.rowCount()):
+            font = window.stages.model.index(line, column).data(Qt.ItemDataRole.FontRole)
+            text = str(window.stages.model.index(line, column).data())
+            assert QFontMetricsF(font).horizontalAdvance(text) + 8 <= width, (text, column)
+    assert any(len(str(window.stages.model.index(0, column).data())) >= 6 for column in range(len(HEADS)))
+    assert window.width() == 1280
+    window.keep_console = True
+    discard(window)
 
 
 def test_a_line_below_tells_how_drafts_did_and_why_there_are_none(window: MainWindow, link: FeedLink) -> None:
