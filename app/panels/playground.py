@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from PySide6.QtCore import QEvent, QObject, Qt, Signal, Slot
 from PySide6.QtGui import QKeyEvent
-from PySide6.QtWidgets import QFrame, QLabel, QPlainTextEdit, QScrollArea, QWidget
+from PySide6.QtWidgets import QFrame, QPlainTextEdit, QScrollArea, QSizePolicy, QWidget
 
 from app.console import Console, Notice
 from app.i18n import tr, tr_engine
@@ -12,6 +12,7 @@ from app.model.chat import Turn
 from app.units import count, percent, rate, seconds
 from app.widgets.basic import button, column, label, row, set_role, set_tip
 from app.widgets.empty_state import EmptyState
+from app.widgets.flowing_text import FlowingText
 from app.widgets.focus import set_enabled
 from app.widgets.number_field import FloatField, IntField
 
@@ -22,13 +23,9 @@ class TurnView(QWidget):
     def __init__(self, turn: Turn) -> None:
         super().__init__()
         self.turn = turn
-        self.body = QLabel()
-        self.body.setTextFormat(Qt.TextFormat.PlainText)
-        self.body.setWordWrap(True)
-        self.body.setTextInteractionFlags(
-            Qt.TextInteractionFlag.TextSelectableByMouse | Qt.TextInteractionFlag.TextSelectableByKeyboard
-        )
+        self.body = FlowingText()
         self.meta = label("", "small", wrap=True)
+        self.meta.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
         set_tip(
             self.meta,
             tr(
@@ -52,8 +49,7 @@ class TurnView(QWidget):
         turn = self.turn
         waiting = turn.role == "assistant" and not turn.text and turn.state in ("waiting", "streaming")
         text = "…" if waiting else turn.text
-        if text != self.body.text():
-            self.body.setText(text)
+        self.body.setText(text)
         if turn.role == "assistant":
             self.body.setVisible(bool(text))
             self.meta.setText(meta_text(turn))

@@ -43,10 +43,10 @@ def test_a_reply_streams_and_shows_its_cost(window: MainWindow, link: FeedLink, 
     beat(window, 2)
     view = window.playground._views[1]
     assert view.body.text() == "Good <b>day"
-    assert view.body.textFormat() == Qt.TextFormat.PlainText
+    assert view.body.toPlainText() == "Good <b>day", "it is no markup"
     link.stream(number, Done(rid=5, finish="stop", text=".", row=row(3)))
     beat(window, 2)
-    assert view.body.text() == "Good <b>day."
+    assert view.body.text() == view.body.toPlainText() == "Good <b>day."
     shown = view.meta.text().replace("\u00a0", " ")
     assert shown == "TTFT 150 ms · 25.0 tok/s · 3 tokens · 8 of 12 prompt tokens cached"
     assert window.playground.send.text() == "Send"
@@ -149,3 +149,26 @@ def test_a_new_chat_is_empty(window: MainWindow, link: FeedLink, qtbot: QtBot) -
     beat(window, 1)
     assert window.playground._views == []
     assert window.playground.empty.isVisible()
+
+
+def test_text_without_spaces_makes_nothing_wider(window: MainWindow, link: FeedLink, qtbot: QtBot) -> None:
+    """One long address or line of code had the whole conversation scroll sideways."""
+    word = "https://example.org/" + "x" * 400
+    number = ask(window, link, qtbot, word)
+    panel = window.playground
+    link.stream(number, Tokens(rid=5, index=0, ids=[1], text=word, t_ns=[150 * MS]))
+    beat(window, 2)
+    link.stream(number, Tokens(rid=5, index=1, ids=[2], text=word + "\nand more", t_ns=[190 * MS]))
+    beat(window, 2)
+    question, reply = panel._views
+    width = panel.area.viewport().width()
+    assert panel.area.horizontalScrollBar().maximum() == 0
+    assert panel.page.width() <= width
+    for view in (question, reply):
+        line = view.body.fontMetrics().height()
+        assert view.body.document().size().width() <= view.body.width()
+        assert view.body.height() >= view.body.document().size().height() > 4 * line, "all lines are seen"
+        assert view.body.mapTo(panel.page, view.body.rect().topRight()).x() < width
+    assert reply.body.toPlainText() == 2 * word + "\nand more"
+    reply.body.selectAll()
+    assert reply.body.textCursor().selectedText().replace("\u2029", "\n") == 2 * word + "\nand more"
