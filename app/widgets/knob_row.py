@@ -326,7 +326,7 @@ class KnobRow(QWidget):
         info = self.info
         lines = [knob_help(info.id, info.help)]
         if info.unit:
-            lines.append(tr("Unit: {unit}").format(unit=info.unit))
+            lines.append(tr("Unit: {unit}").format(unit=tr_engine(info.unit)))
         if info.minimum is not None and info.maximum is not None:
             lines.append(
                 tr("Range: {low} to {high}").format(low=f"{info.minimum:g}", high=f"{info.maximum:g}")

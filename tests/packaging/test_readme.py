@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from app.i18n import Catalogue
 from engine.knob import KnobContext
 from engine.knobs import BY_ID, list_knobs
 from ipc.messages import KnobInfo, KnobValue
@@ -31,14 +32,15 @@ def _shown(value: KnobValue) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-def _values(knob: KnobInfo) -> set[str]:
+def _values(knob: KnobInfo, name: str) -> set[str]:
     if knob.type == "bool":
         return {"on", "off"}
     if knob.type == "choice":
         return {choice for choice in knob.choices if choice not in knob.choice_reasons}
     assert knob.minimum is not None
     assert knob.maximum is not None
-    return {f"{knob.minimum:.7g}", f"{knob.maximum:.7g}", knob.unit} - {""}
+    unit = knob.unit if name == "README.md" else Catalogue("zh_CN").foreign(knob.unit)
+    return {f"{knob.minimum:.7g}", f"{knob.maximum:.7g}", unit} - {""}
 
 
 @pytest.mark.parametrize("name", READMES)
@@ -50,7 +52,7 @@ def test_knob_table_says_what_the_registry_says(name: str) -> None:
     assert set(rows) == set(built)
     for knob_id, (values, default, applies, purpose) in rows.items():
         knob = built[knob_id]
-        assert set(re.split(r", | to | – | ", values)) == _values(knob), knob_id
+        assert set(re.split(r", | to | – | ", values)) == _values(knob, name), knob_id
         assert default == _shown(knob.default), knob_id
         assert applies == knob.apply, knob_id
         assert purpose
@@ -87,3 +89,21 @@ def test_screenshots_are_small_enough_to_read_on_the_web(name: str) -> None:
     assert images
     for image in images:
         assert (ROOT / image).stat().st_size < 500_000
+
+
+def test_the_chinese_texts_call_a_token_by_one_name() -> None:
+    """Names in the code's own words aside, such as a file or a knob."""
+    table = json.loads((ROOT / "resources/i18n/zh_CN.json").read_text("utf-8"))
+    texts = [text for key in ("texts", "templates") for text in table[key].values()]
+    texts += [text for told in table["knobs"].values() for text in told]
+    prose = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / "README.zh.md").read_text("utf-8"), flags=re.DOTALL)
+    texts += prose.splitlines()
+    code = r"[\w.]*(?:_tokens|tokenizer)[\w.]*|\{\w+\}"
+    left = [text for text in texts if re.search("token|令牌|标记", re.sub(code, "", text), re.IGNORECASE)]
+    assert not left
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_lines_of_prose_are_short_enough_to_review(name: str) -> None:
+    lines = (ROOT / name).read_text("utf-8").splitlines()
+    assert not [line for line in lines if len(line) > 150 and not line.startswith("|")]
