@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,10 +11,12 @@ from PySide6.QtWidgets import QGridLayout, QStackedLayout, QWidget
 
 from app.console import Console
 from app.i18n import N_, tr, tr_later
+from app.net.types import BlockView, LinkState
 from app.units import NONE, count, data, percent
 from app.widgets.basic import ElidedLabel, FigureLabel, button, column, label, plain_tip, row, set_tip
 from app.widgets.block_map import STATE_TOKENS, BlockMap, Swatch
 from app.widgets.empty_state import EmptyState
+from app.widgets.focus import set_visible
 from ipc.messages import (
     BLOCK_CACHED,
     BLOCK_FREE,
@@ -45,6 +48,12 @@ NAMES = {
         N_("Of a preempted request, kept in host memory until it is back in the batch."),
     ),
 }
+STALE = {
+    LinkState.DEAD: N_("The pool as it was at {time}: its engine has stopped, and the memory is free."),
+    LinkState.FAILED: N_("The pool as it was at {time}: its engine has failed."),
+    LinkState.OFFLINE: N_("The pool as it was at {time}: no engine is connected."),
+    LinkState.UNRESPONSIVE: N_("The pool as it was at {time}: the engine does not respond."),
+}
 POOL = (BLOCK_USED, BLOCK_SHARED, BLOCK_CACHED, BLOCK_FREE, BLOCK_RESERVED)
 HOST = (BLOCK_HOST, BLOCK_SWAPPED, BLOCK_FREE)
 LIVE = (BLOCK_USED, BLOCK_SHARED, BLOCK_RESERVED)
@@ -58,6 +67,7 @@ class Legend(QWidget):
         self._optional = optional
         self.counts = {state: FigureLabel("count") for state in states}
         self._entries: dict[int, QWidget] = {}
+        self._swatches: list[Swatch] = []
         grid = QGridLayout(self)
         grid.setContentsMargins(0, 0, 0, 0)
         grid.setHorizontalSpacing(8)
@@ -66,11 +76,17 @@ class Legend(QWidget):
             name, tip = NAMES[state]
             entry = QWidget()
             swatch = Swatch(STATE_TOKENS[state])
+            self._swatches.append(swatch)
             entry.setLayout(row(swatch, label(tr_later(name), "small"), self.counts[state], None, spacing=4))
             set_tip(entry, tr_later(tip))
             self._entries[state] = entry
             grid.addWidget(entry, i // columns, i % columns)
             entry.setVisible(state not in optional)
+
+    def set_stale(self, stale: bool) -> None:
+        """As the map is drawn."""
+        for swatch in self._swatches:
+            swatch.set_stale(stale)
 
     def show_counts(self, counts: Sequence[int]) -> None:
         """Blocks by state."""
@@ -88,6 +104,7 @@ class KvMapPanel(QWidget):
         super().__init__()
         self._console = console
         self._shown_t_s = -1.0
+        self._stale_state: LinkState | None = None
         self._pool = ""  # what the pool is made of, in words
         self.map = BlockMap()
         self.map.setAccessibleName(tr("Map of the KV blocks"))
@@ -97,6 +114,8 @@ class KvMapPanel(QWidget):
         self.host_map.setAccessibleName(tr("Map of the blocks in host memory"))
         self.host_map.describe = lambda block: self.describe(block + self.map.num_blocks)
         self.host_map.picked.connect(self._on_host_picked)
+        self.stale = label("", "warning", wrap=True)
+        self.stale.hide()
         self.legend, self.host_legend = Legend(POOL, 4, (BLOCK_RESERVED,)), Legend(HOST, 3)
         self.owner = ElidedLabel("", "small")
         self.clear = button(tr("Show all"), lambda: console.select(None), "flat")
@@ -110,7 +129,12 @@ class KvMapPanel(QWidget):
         page = QWidget()
         page.setLayout(
             column(
-                self.maps, self._figures(), row(self.owner, self.clear), margins=(10, 10, 10, 6), spacing=6
+                self.stale,
+                self.maps,
+                self._figures(),
+                row(self.owner, self.clear),
+                margins=(10, 10, 10, 6),
+                spacing=6,
             )
         )
         self.empty = EmptyState(
@@ -158,6 +182,7 @@ class KvMapPanel(QWidget):
             self._stack.setCurrentIndex(0)
             self.summary_changed.emit("")
             return
+        self._show_stale(blocks)
         if blocks.t_s == self._shown_t_s and blocks.num_pool == self.map.num_blocks:
             return
         self._shown_t_s = blocks.t_s
@@ -171,6 +196,22 @@ class KvMapPanel(QWidget):
         self.host_map.set_blocks(blocks.state[pool:], blocks.fill[pool:], blocks.block_size)
         if self._console.selected_rid is not None:
             self._choose(self._console.selected_rid)
+
+    def _show_stale(self, blocks: BlockView) -> None:
+        """Say where the blocks are those of an engine that is not there any more, or not heard of."""
+        session = self._console.session
+        state = session.link.state
+        told = STALE.get(state)
+        if told is not None and state is not self._stale_state:  # the moment is told once, it stands still
+            # A map that did not change is not told anew: it was so until the engine was last heard of.
+            heard_s = session.link.data_age_s
+            age_s = session.now_s - blocks.t_s if heard_s is None else heard_s
+            when = time.localtime(time.time() - max(0.0, age_s))
+            self.stale.setText(tr_later(told).format(time=time.strftime("%H:%M:%S", when)))
+        self._stale_state = state
+        set_visible(self.stale, told is not None)
+        for each in (self.map, self.host_map, self.legend, self.host_legend):
+            each.set_stale(told is not None)
 
     def refresh_figures(self) -> None:
         """Write counts, waste and what the pool is."""

@@ -14,7 +14,16 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 from PySide6.QtCore import QEvent, QPoint, QPointF, QSize, Qt, Signal, Slot
-from PySide6.QtGui import QColor, QHelpEvent, QImage, QMouseEvent, QPainter, QPaintEvent, QResizeEvent
+from PySide6.QtGui import (
+    QColor,
+    QHelpEvent,
+    QImage,
+    QMouseEvent,
+    QPainter,
+    QPaintEvent,
+    QResizeEvent,
+    qGray,
+)
 from PySide6.QtWidgets import QAbstractScrollArea, QFrame, QToolTip, QWidget
 
 from app import theme
@@ -61,6 +70,7 @@ class BlockMap(QAbstractScrollArea):
         self._fill: NDArray[np.uint16] = np.empty(0, np.uint16)
         self._block_size = 16
         self._chosen: NDArray[np.bool_] | None = None
+        self._stale = False
         self._image: QImage | None = None
         self._pixels: NDArray[np.uint32] = np.empty((0, 0), np.uint32)
         self._cell, self._columns = MAX_CELL, 1
@@ -86,6 +96,12 @@ class BlockMap(QAbstractScrollArea):
         if resized:
             self._lay_out()
         self._invalidate()
+
+    def set_stale(self, stale: bool) -> None:
+        """Draw the blocks without colour: they are not what is, but what was."""
+        if stale != self._stale:
+            self._stale = stale
+            self._invalidate()
 
     def set_chosen(self, blocks: list[int] | None) -> None:
         """Let these blocks stand out, or none."""
@@ -135,7 +151,7 @@ class BlockMap(QAbstractScrollArea):
         lines = min(math.ceil(self.num_blocks / columns) - first, self.viewport().height() // cell + 2)
         start, stop = first * columns, min((first + lines) * columns, self.num_blocks)
         count = lines * columns
-        table = _colour_table()
+        table = _colour_table(self._stale)
         state = self._state[start:stop]
         ground = QColor(theme.tokens().panel).rgba()
         full = np.full(count, ground, np.uint32)
@@ -185,12 +201,21 @@ class BlockMap(QAbstractScrollArea):
         return super().viewportEvent(event)
 
 
-def _colour_table() -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """ARGB of each state where it holds tokens, and where it holds none (or is not of the picked request)."""
+def _shade(token: str, stale: bool) -> QColor:
+    colour = theme.colour(token)
+    grey = qGray(colour.rgb())
+    return QColor(grey, grey, grey) if stale else colour
+
+
+def _colour_table(stale: bool) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """ARGB of each state where it holds tokens, and where it holds none (or is not of the picked request).
+
+    ``stale``: shades of grey.
+    """
     panel = QColor(theme.tokens().panel)
     full, pale = [], []
     for token in STATE_TOKENS.values():
-        colour = theme.colour(token)
+        colour = _shade(token, stale)
         full.append(colour.rgba())
         pairs = (
             (colour.red(), panel.red()),
@@ -207,11 +232,17 @@ class Swatch(QWidget):
 
     def __init__(self, token: str) -> None:
         super().__init__()
-        self._token = token
+        self._token, self._stale = token, False
         self.setFixedSize(11, 11)
+
+    def set_stale(self, stale: bool) -> None:
+        """As the map draws it while what it shows is over."""
+        if stale != self._stale:
+            self._stale = stale
+            self.update()
 
     def paintEvent(self, event: QPaintEvent) -> None:
         painter = QPainter(self)
         painter.setPen(QColor(theme.tokens().line))
-        painter.setBrush(theme.colour(self._token))
+        painter.setBrush(_shade(self._token, self._stale))
         painter.drawRect(0, 0, 10, 10)

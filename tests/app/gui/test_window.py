@@ -583,3 +583,33 @@ def test_notices_stay_in_front_of_a_dock_that_is_raised(window: MainWindow, link
         beat(window, 1)
         under = window.childAt(toast.geometry().center())
         assert under is toast or toast.isAncestorOf(under)
+
+
+def test_the_map_of_an_engine_that_is_gone_says_so(window: MainWindow, link: FeedLink) -> None:
+    """Its blocks stayed on in their colours, as if they lived."""
+    link.ready()
+    beat(window)
+    link.traffic()
+    beat(window)
+    panel = window.kv_map
+
+    def coloured() -> int:
+        image = panel.map.viewport().grab().toImage()
+        points = [(x, y) for x in range(0, image.width(), 3) for y in range(0, image.height(), 3)]
+        rgb = [image.pixelColor(*point).getRgb()[:3] for point in points]
+        return sum(max(parts) - min(parts) > 40 for parts in rgb)
+
+    assert panel.stale.isHidden()
+    lively = coloured()
+    assert lively > 100
+    link.status = dataclasses.replace(link.status, state=LinkState.DEAD)
+    beat(window)
+    assert panel.stale.isVisible()
+    assert re.search(r"as it was at \d\d:\d\d:\d\d: its engine has stopped", panel.stale.text())
+    assert coloured() < lively / 20
+    link.ready()
+    beat(window)
+    link.push(blocks=block_view(64))
+    beat(window)
+    assert panel.stale.isHidden()
+    assert coloured() > 20
