@@ -17,7 +17,7 @@ from typing import Any
 from PySide6.QtCore import QObject, Signal
 
 from app.errors import ErrorHub
-from app.i18n import N_, knob_title, tr, tr_engine, tr_later
+from app.i18n import N_, knob_title, tr, tr_engine, tr_later, tr_n
 from app.jobs import Jobs
 from app.journal import Journal
 from app.knob_text import value_text
@@ -244,7 +244,11 @@ class Console(QObject):
             failed, reasons = progress.message, progress.invalid_reasons
 
             def ended() -> str:
-                text = tr("The load has ended: {done} requests done, {failed} failed.")
+                text = tr_n(
+                    "The load has ended: {done} request done, {failed} failed.",
+                    "The load has ended: {done} requests done, {failed} failed.",
+                    progress.done,
+                )
                 parts = [text.format(done=progress.done, failed=progress.failed)]
                 if progress.common_error:
                     why = tr_engine(progress.common_error)
@@ -455,7 +459,7 @@ class Console(QObject):
 
         def read(result: Any) -> None:
             counts = {"added": len(result.added), "there": len(result.already_there)}
-            self.tell("info", lambda: tr("Imported {added}; {there} were already there.").format(**counts))
+            self.tell("info", lambda: tr("Imported {added}; already there: {there}.").format(**counts))
             self.reload_baselines()
 
         self.with_store(tr("Importing"), lambda store: store.import_(path), read)

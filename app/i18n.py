@@ -17,6 +17,9 @@ import resources
 
 LANGUAGES = {"en": "English", "zh_CN": "简体中文"}
 _CACHE_MAX = 500
+_COUNTED = re.compile(
+    r" (?:prompt |good )?(?:token|request|block|step|tensor|file|GPU|new one|row|client)s\b"
+)
 
 
 class Catalogue:
@@ -66,10 +69,21 @@ class Catalogue:
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    """A template as a regular expression with one group for each placeholder."""
+    """A template as a regular expression with one group for each placeholder.
+
+    What is counted right behind a placeholder may also be one: ``{n} tokens`` fits "1 token".
+    """
     parts = re.split(r"\{(\w+)\}", template)
-    made = [re.escape(part) if i % 2 == 0 else f"(?P<{part}>.+?)" for i, part in enumerate(parts)]
+    made = [_literal(part) if i % 2 == 0 else f"(?P<{part}>.+?)" for i, part in enumerate(parts)]
     return re.compile("".join(made), re.DOTALL)
+
+
+def _literal(part: str) -> str:
+    counted = _COUNTED.match(part)
+    if counted is None:
+        return re.escape(part)
+    end = counted.end()
+    return f"{re.escape(part[:end])}?{re.escape(part[end:])}"
 
 
 _current = Catalogue("en")
@@ -89,6 +103,11 @@ def language() -> str:
 def tr(source: str) -> str:
     """``source`` in the language in use. ``source`` must be a literal, so that a test can find them all."""
     return _current.text(source)
+
+
+def tr_n(one: str, many: str, n: float) -> str:
+    """``one`` of a single thing, else ``many``, in the language in use; Chinese has ``many`` alone."""
+    return one if n == 1 and _current.language == "en" else _current.text(many)
 
 
 def N_(source: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.i18n import N_, tr, tr_later
+from app.i18n import N_, tr, tr_later, tr_n
 from app.lab.workload import PromptKind, WorkloadSpec, chars_per_token
 from app.units import count, rate, span
 
@@ -26,7 +26,7 @@ def load_text(spec: WorkloadSpec) -> str:
     parts = [tr_later(MIXES[spec.name][0]) if spec.name in MIXES else spec.name]
     parts.append(f"{tr_later(ARRIVALS[spec.arrival])} {pace}")
     if spec.num_requests is not None:
-        parts.append(tr("{n} requests").format(n=spec.num_requests))
+        parts.append(tr_n("{n} request", "{n} requests", spec.num_requests).format(n=spec.num_requests))
     if spec.duration_s is not None:
         parts.append(span(spec.duration_s))
     return " · ".join(parts)

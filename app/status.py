@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from app.i18n import N_, tr, tr_engine, tr_later
+from app.i18n import N_, tr, tr_engine, tr_later, tr_n
 from app.model.session import SessionModel
 from app.net.types import LinkState
 from app.units import clock, count, data, percent, seconds
@@ -123,7 +123,7 @@ def _applying(session: SessionModel, state: EngineState, change: str, brief: str
     parts.append(_left(session))
     title, live = tr("Applying a change"), state.running + state.waiting
     if live:
-        title = f"{title} · {tr('{n} requests wait').format(n=count(live))}"
+        title = f"{title} · {tr_n('{n} request waits', '{n} requests wait', live).format(n=count(live))}"
     text, short = (" · ".join(part for part in (what, *parts) if part) for what in (change, brief))
     return Message(
         "busy", title, text, brief=short, share=share or None, busy=not share, change=True,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.request import Request
+from engine.sizes import counted
 from engine.text import Tokenizer
 from ipc.codec import MAX_ENGINE_BYTES
 from ipc.messages import ErrorCode, Sampling
@@ -38,8 +39,8 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> N
     if request.num_prompt >= max_model_len:
         raise RequestRefused(
             "too_long",
-            f"the prompt has {request.num_prompt} tokens, the limit is {max_model_len} with the new ones; "
-            f"shorten it to {max_model_len - 1}",
+            f"the prompt has {counted(request.num_prompt, 'token')}, the limit is {max_model_len} with the "
+            f"new ones; shorten it to {max_model_len - 1}",
         )
 
 
@@ -48,8 +49,10 @@ def check_fit(request: Request, needed_blocks: int, num_blocks: int, block_size:
     if needed_blocks > num_blocks:
         raise RequestRefused(
             "too_large",
-            f"{request.num_prompt} prompt tokens and up to {request.max_total - request.num_prompt} new ones "
-            f"need {needed_blocks} blocks of {block_size} tokens, the pool has {num_blocks}; ask for fewer",
+            f"{counted(request.num_prompt, 'prompt token')} and up to "
+            f"{counted(request.max_total - request.num_prompt, 'new one')} need "
+            f"{counted(needed_blocks, 'block')} of {counted(block_size, 'token')}, the pool has "
+            f"{num_blocks}; ask for fewer",
         )
 
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from engine.cards import GPU, MIG, part_in_use
 from engine.layers.linear import candidates
 from engine.memory import free_bytes
+from engine.sizes import counted
 from ipc.messages import DeviceInfo
 
 log = logging.getLogger("engine.hardware")
@@ -113,7 +114,7 @@ def _cuda_reason(index: int) -> str | None:
     if not torch.cuda.is_available():
         return "no working NVIDIA driver or GPU was found"
     if index >= torch.cuda.device_count():
-        return f"there are {torch.cuda.device_count()} GPUs, numbered from 0"
+        return f"this machine shows {counted(torch.cuda.device_count(), 'GPU')}, numbered from 0"
     try:
         torch.ones(1, device=f"cuda:{index}").add_(1).item()
     except RuntimeError as error:  # a card that this build has no kernels for, or one that is taken

@@ -22,6 +22,7 @@ from engine.kv_scales import KVScales, KVScalesError
 from engine.models.spec import ModelSpec
 from engine.native.pages import zeros_in_large_pages
 from engine.out_of_memory import allocating
+from engine.sizes import counted
 
 KV_DTYPES = ("model", "fp8_e4m3", "int8")
 """Precisions of keys and values by name; "model" is that of the weights."""
@@ -97,7 +98,10 @@ class KVCache:
         per_block = kv_bytes_per_block(spec, block_size, storage)
         held = torch.uint8 if storage == torch.float8_e4m3fn else storage
         size = num_blocks * per_block
-        what = f"a KV pool of {num_blocks} blocks of {block_size} tokens ({size / 2**30:.2f} GiB on {device})"
+        what = (
+            f"a KV pool of {counted(num_blocks, 'block')} of {counted(block_size, 'token')} "
+            f"({size / 2**30:.2f} GiB on {device})"
+        )
         with allocating(what, device, size, "ask for fewer blocks"):
             both = _zeros(2 * spec.num_layers, shape, held, device)
         k, v = both[: spec.num_layers], both[spec.num_layers :]

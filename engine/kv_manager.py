@@ -18,6 +18,7 @@ from engine.host_cache import HostCache
 from engine.plan import Copy
 from engine.prefix_cache import MISS_OFF, Match, PrefixCache
 from engine.request import NO_BLOCK, Request, Swapped
+from engine.sizes import counted
 from ipc.messages import BLOCK_FREE, BLOCK_HOST, BLOCK_SWAPPED
 
 
@@ -137,9 +138,8 @@ class KVManager:
         space = self.swap_space
         host_blocks = space.allocate(len(blocks))
         if host_blocks is None:
-            return (
-                f"{len(blocks)} blocks do not fit: swap space has {space.num_free} of {space.num_blocks} free"
-            )
+            blocks_do = f"{counted(len(blocks), 'block')} {'does' if len(blocks) == 1 else 'do'}"
+            return f"{blocks_do} not fit: swap space has {space.num_free} of {space.num_blocks} free"
         for block, host_block in zip(blocks, host_blocks, strict=True):
             self.copies.add("swap", "out", block, host_block)
         request.swap = Swapped([NO_BLOCK] * (used - len(blocks)) + host_blocks, request.num_computed)

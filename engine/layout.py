@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import GIB, ConfigError
 from engine.memory import available_bytes, free_bytes
-from engine.sizes import size
+from engine.sizes import counted, size
 from ipc.messages import MAX_BLOCKS, KnobValue
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def layout_of(values: Mapping[str, KnobValue], runner: ModelRunner, pool_bytes: 
     if total > MAX_BLOCKS:
         raise ConfigError(
             f"a KV pool of {size(pool)} and {size(layout.host_bytes)} of host memory have "
-            f"{total} blocks of {block_size} tokens, at most {MAX_BLOCKS} are possible; choose a larger "
-            "block_size or less memory"
+            f"{total} blocks of {counted(block_size, 'token')}, at most {MAX_BLOCKS} are possible; choose a "
+            "larger block_size or less memory"
         )
     return layout
 

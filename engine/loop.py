@@ -35,6 +35,7 @@ from engine.request import Request
 from engine.result_cache import ResultCache
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerKnobs
+from engine.sizes import counted
 from engine.speculation.draft_models import DraftModels, DraftWeights
 from engine.speculation.rounds import RoundDrafter
 from engine.speculation.speculator import Speculator
@@ -219,7 +220,9 @@ class EngineCore:
         limit = int(self.knobs["max_num_queued"] or 0)
         if len(self.scheduler.waiting) + len(self._inbox) >= limit:
             raise RequestRefused(
-                "busy", f"{limit} requests are waiting already; come back later", BUSY_RETRY_MS
+                "busy",
+                f"{counted(limit, 'request')} may wait, and so many do; come back later",
+                BUSY_RETRY_MS,
             )
         try:
             self._inbox.put(request)

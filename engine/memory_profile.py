@@ -31,7 +31,7 @@ from engine.memory import host_pool_bytes
 from engine.ops.plain import PLAIN
 from engine.out_of_memory import CardMemory, kind_of, recover, text_of
 from engine.runner import ModelRunner
-from engine.sizes import size
+from engine.sizes import counted, size
 from engine.speculation.base import Draft
 from engine.speculation.draft_models import DraftModels
 from engine.speculation.model_drafter import ModelDrafter
@@ -269,9 +269,9 @@ def profile(
         )
     except (RuntimeError, MemoryError) as error:
         raise MemoryError(
-            f"the largest step, {largest.tokens} tokens of {largest.rows} requests, does not fit beside the "
-            f"weights: {_shortage(error, device)}; lower max_num_batched_tokens, max_num_seqs or "
-            "max_model_len, or choose another attention"
+            f"the largest step, {counted(largest.tokens, 'token')} of {counted(largest.rows, 'request')}, "
+            f"does not fit beside the weights: {_shortage(error, device)}; "
+            "lower max_num_batched_tokens, max_num_seqs or max_model_len, or choose another attention"
         ) from error
     finally:
         runner.free_kv()
@@ -332,8 +332,9 @@ def measure_again(
             )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         raise MemoryError(
-            f"the largest step, {largest.tokens} tokens of {largest.rows} requests, does not fit beside the "
-            f"KV pool: {_shortage(error, runner.device)}; a smaller KV pool (kv_pool_gib) leaves more"
+            f"the largest step, {counted(largest.tokens, 'token')} of {counted(largest.rows, 'request')}, "
+            f"does not fit beside the KV pool: {_shortage(error, runner.device)}; a smaller KV pool "
+            "(kv_pool_gib) leaves more"
         ) from error
     finally:
         runner.sampler.clear()

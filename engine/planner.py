@@ -8,6 +8,7 @@ from engine.admission import Grant, choose_turns, choose_victims, grant_pages, g
 from engine.plan import ScheduledRequest, StepPlan
 from engine.prefix_cache import Match
 from engine.request import Request
+from engine.sizes import counted
 
 if TYPE_CHECKING:
     from engine.scheduler import Scheduler
@@ -201,8 +202,8 @@ class Planner:
             needed = self._blocks_needed(request, match)
         pool = self._pool
         return (
-            f"request {request.rid} needs {needed} blocks; {pool.num_available} of {pool.num_blocks} "
-            f"are available, {promised} of them promised to running requests"
+            f"request {request.rid} needs {counted(needed, 'block')}; {pool.num_available} of "
+            f"{pool.num_blocks} are available, {promised} of them promised to running requests"
         )
 
     def _preempt_for_head(self) -> None:

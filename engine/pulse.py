@@ -8,6 +8,7 @@ from collections.abc import Callable
 from engine.answer import Answers
 from engine.config import EngineConfig
 from engine.scheduler import Scheduler
+from engine.sizes import counted
 from ipc.messages import EngineState, Phase
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,10 @@ class Pulse:
         if waited_s < self._stall_after_s or self.phase == "stalled":
             return
         running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
-        reason = f"{waiting} requests wait and {running} run, but nothing was computed for {waited_s:.1f} s"
+        reason = (
+            f"{counted(waiting, 'request')} waiting and {running} running, but nothing was computed for "
+            f"{waited_s:.1f} s"
+        )
         self.set_phase("stalled", f"{reason}: {why or 'the plan is empty'}")
         log.error("%s", self.reason)
 

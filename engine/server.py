@@ -23,6 +23,7 @@ from engine.metrics import Meters
 from engine.monitor import GpuMonitor, ProcessSampler
 from engine.peers import Job, Peer, PeerTable, ready
 from engine.publisher import Publisher
+from engine.sizes import counted
 from ipc import codec
 from ipc import messages as m
 from ipc.endpoints import Address
@@ -396,7 +397,7 @@ class EngineServer:
 
     def _give_up(self, peer: Peer, rids: list[int], why: str) -> None:
         if rids:
-            log.warning("%d requests of %s are cancelled: %s", len(rids), peer.name, why)
+            log.warning("cancelled %s of %s: %s", counted(len(rids), "request"), peer.name, why)
             if self.core is not None:
                 self.core.cancel(rids, why)
 

@@ -1,4 +1,4 @@
-"""How the engine writes amounts of memory for a person. Imports nothing of the engine."""
+"""How the engine writes amounts of memory and numbers of things for a person. Imports nothing of it."""
 
 from __future__ import annotations
 
@@ -13,3 +13,8 @@ def size(num_bytes: int, least: str = "GiB", digits: str = ".2f") -> str:
     """
     unit = next((name for name, shift in UNITS.items() if num_bytes >> shift or name == least), least)
     return f"{num_bytes / (1 << UNITS[unit]):{digits}} {unit}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 block`` and ``2 blocks``: a number of what ``noun`` names, whose plural ends in s."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -7,7 +7,7 @@ from PySide6.QtGui import QStandardItem, QStandardItemModel
 from PySide6.QtWidgets import QAbstractItemView, QDialog, QHeaderView, QTableView, QWidget
 
 from app import theme
-from app.i18n import N_, knob_title, tr, tr_engine, tr_later
+from app.i18n import N_, knob_title, tr, tr_engine, tr_later, tr_n
 from app.knob_text import value_text
 from app.store.records import BaselineSummary, Comparison, ConfigDiff, MetricDelta
 from app.units import NONE, Quantity, bandwidth, change, count, data, percent, rate, seconds, significant
@@ -87,7 +87,8 @@ class CompareDialog(QDialog):
 def _who(letter: str, item: BaselineSummary) -> QWidget:
     made = QWidget()
     head = label(f"{letter}  {item.name}", "heading")
-    facts = f"{item.model} · {item.device} · {tr('{n} requests').format(n=count(item.requests))}"
+    requests = tr_n("{n} request", "{n} requests", item.requests).format(n=count(item.requests))
+    facts = f"{item.model} · {item.device} · {requests}"
     made.setLayout(
         column(head, label(facts, "dim", wrap=True), label(item.note, "small", wrap=True), spacing=2)
     )

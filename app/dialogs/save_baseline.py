@@ -8,7 +8,7 @@ from PySide6.QtCore import Qt, Signal, Slot
 from PySide6.QtWidgets import QComboBox, QDialog, QGridLayout, QLineEdit, QPlainTextEdit, QWidget
 
 from app.console import Console
-from app.i18n import tr, tr_engine
+from app.i18n import tr, tr_engine, tr_n
 from app.store.compare import other_work
 from app.store.errors import StoreError
 from app.units import count, pause
@@ -41,7 +41,9 @@ class SaveBaselineDialog(QDialog):
         self.source = QComboBox()
         self.source.setAccessibleName(tr("Measured over"))
         if self._load_rows():
-            text = tr("the last load run ({n} requests)").format(n=count(self._load_rows()))
+            rows = self._load_rows()
+            text = tr_n("the last load run ({n} request)", "the last load run ({n} requests)", rows)
+            text = text.format(n=count(rows))
             self.source.addItem(text, ("load", None))
         if console.session.changed_s is not None:
             ago = pause(console.session.now_s - console.session.changed_s)
@@ -92,7 +94,9 @@ class SaveBaselineDialog(QDialog):
         if source == "load":
             text = tr("Every request of the run is kept, with its intended and its actual times.")
         else:
-            text = tr("{n} requests ended in this time.").format(n=count(len(data.requests)))
+            ended = len(data.requests)
+            text = tr_n("{n} request ended in this time.", "{n} requests ended in this time.", ended)
+            text = text.format(n=count(ended))
         cautions = []
         if not data.validity.valid:
             why = "; ".join(map(tr_engine, data.validity.reasons))

@@ -41,7 +41,11 @@ class Holes:
         """Drop the holes that are filled or too old; the latter are returned as gaps."""
         over = [h for h in self._holes if h.missing <= 0 or now_s - h.seen_s > PATIENCE_S]
         self._holes = [h for h in self._holes if h not in over]
-        return [Gap(h.t0_s, h.t1_s, f"{h.missing} step rows were lost") for h in over if h.missing > 0]
+        return [Gap(h.t0_s, h.t1_s, _lost(h.missing)) for h in over if h.missing > 0]
 
     def clear(self) -> None:
         self._holes.clear()
+
+
+def _lost(rows: int) -> str:
+    return f"{rows} step row was lost" if rows == 1 else f"{rows} step rows were lost"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from PySide6.QtCore import QAbstractTableModel, QModelIndex, QPersistentModelIndex, Qt
 
-from app.i18n import N_, tr, tr_engine, tr_later
+from app.i18n import N_, tr, tr_engine, tr_later, tr_n
 from app.model.refusals import KEPT, RefusedView
 from app.model.requests import Key
 from app.model.session import RequestView, SessionModel
@@ -75,18 +75,28 @@ def preemption_lines(session: SessionModel, view: RequestView) -> list[str]:
     if not row.preempt_n:
         return []
     reason = tr_later(REASONS[row.preempt_reason]) if row.preempt_reason in REASONS else row.preempt_reason
-    lines = [tr("preempted {n} times, last because {reason}").format(n=row.preempt_n, reason=reason or NONE)]
+    times = tr_n(
+        "preempted once, because {reason}", "preempted {n} times, last because {reason}", row.preempt_n
+    )
+    lines = [times.format(n=row.preempt_n, reason=reason or NONE)]
+    waited = tr_n(
+        "waited {time}; {lost} token lost, {again} computed again in {cost}",
+        "waited {time}; {lost} tokens lost, {again} computed again in {cost}",
+        row.lost_tok,
+    )
     lines.append(
-        tr("waited {time}; {lost} tokens lost, {again} computed again in {cost}").format(
+        waited.format(
             time=seconds(row.preempted_us / 1e6), lost=count(row.lost_tok), again=count(row.recompute_tok),
             cost=seconds(row.recompute_us / 1e6),
         )
     )  # fmt: skip
     if row.swap_n:
         lines.append(
-            tr("swapped out {n} times, {tokens} tokens copied back").format(
-                n=row.swap_n, tokens=count(row.swap_in_tok)
-            )
+            tr_n(
+                "swapped out once, tokens copied back: {tokens}",
+                "swapped out {n} times, tokens copied back: {tokens}",
+                row.swap_n,
+            ).format(n=row.swap_n, tokens=count(row.swap_in_tok))
         )
     why = next((p.event.why for p in reversed(session.preemptions) if p.key == view.key and p.event.why), "")
     return [*lines, tr_engine(why)] if why else lines
@@ -107,7 +117,8 @@ def _cached_tip(_session: SessionModel, view: RequestView) -> str:
     row = view.row
     lines = []
     if row.host_hit_tok:
-        lines.append(tr("{n} tokens came from host memory.").format(n=count(row.host_hit_tok)))
+        came = tr_n("{n} token came from host memory.", "{n} tokens came from host memory.", row.host_hit_tok)
+        lines.append(came.format(n=count(row.host_hit_tok)))
     if row.resume_hit_tok:
         lines.append(tr("{n} more were found after a preemption.").format(n=count(row.resume_hit_tok)))
     if row.miss_reason:
@@ -126,11 +137,16 @@ def _drafts_tip(_session: SessionModel, view: RequestView) -> str:
     row = view.row
     if not row.drafts_n:
         return ""
-    return tr(
-        "{accepted} of {drafted} drafted tokens accepted in {n} steps with a draft; looking for them took "
-        "{draft}, verifying them {verify}."
+    steps = tr_n("{n} step with a draft", "{n} steps with a draft", row.drafts_n)
+    return tr_n(
+        "{accepted} of {drafted} drafted token accepted in {steps}; looking for it took {draft}, verifying "
+        "it {verify}.",
+        "{accepted} of {drafted} drafted tokens accepted in {steps}; looking for them took {draft}, "
+        "verifying them {verify}.",
+        row.drafted_tok,
     ).format(
-        accepted=count(row.accepted_tok), drafted=count(row.drafted_tok), n=count(row.drafts_n),
+        accepted=count(row.accepted_tok), drafted=count(row.drafted_tok),
+        steps=steps.format(n=count(row.drafts_n)),
         draft=seconds(row.draft_us / 1e6), verify=seconds(row.verify_us / 1e6),
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from PySide6.QtWidgets import QProgressBar, QWidget
 
 from app import status
 from app.console import Console
-from app.i18n import N_, tr, tr_engine, tr_later
+from app.i18n import N_, tr, tr_engine, tr_later, tr_n
 from app.model.drafts import DraftFigures
 from app.model.memory import has_second_form
 from app.panels.memory import CHECKPOINT, FORMS, PARTS, weights_text
@@ -151,7 +151,7 @@ class SpeculationNote(QWidget):
             for key in ("accepted", "length", "places", "draft", "verify"):
                 facts.show_fact(key, NONE if on else "")
             return
-        of = tr("of {n} tokens").format(n=count(found.drafted))
+        of = tr_n("of {n} token", "of {n} tokens", found.drafted).format(n=count(found.drafted))
         facts.show_fact("accepted", str(percent(found.acceptance)), of)
         facts.show_fact("length", f"{found.length:.2f}")
         facts.show_fact("places", places_text(found.by_place))

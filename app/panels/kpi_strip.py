@@ -9,7 +9,7 @@ import numpy as np
 from PySide6.QtWidgets import QWidget
 
 from app.console import Console
-from app.i18n import N_, tr, tr_later
+from app.i18n import N_, tr, tr_later, tr_n
 from app.model.session import Figure, Kpis
 from app.panels.view import basis
 from app.units import NONE, Quantity, bandwidth, count, pause, percent, rate, seconds, span
@@ -52,7 +52,11 @@ def _latency(figure: Figure, kept: float | None, pause_s: float | None) -> Shown
     note = basis(figure) if figure.value is not None else _none(figure)
     asides = []
     if kept:
-        aside = tr("{n} answers came from the result cache in this window and are left out.")
+        aside = tr_n(
+            "{n} answer came from the result cache in this window and is left out.",
+            "{n} answers came from the result cache in this window and are left out.",
+            kept,
+        )
         asides.append(aside.format(n=count(kept)))
     if pause_s and figure.value is not None:
         note = tr("with a pause of {time}").format(time=pause(pause_s))

@@ -10,7 +10,7 @@ from PySide6.QtCore import Signal, Slot
 from PySide6.QtWidgets import QGridLayout, QStackedLayout, QWidget
 
 from app.console import Console
-from app.i18n import N_, tr, tr_later
+from app.i18n import N_, tr, tr_later, tr_n
 from app.net.types import BlockView, LinkState
 from app.units import NONE, count, data, percent
 from app.widgets.basic import ElidedLabel, FigureLabel, button, column, label, plain_tip, row, set_tip
@@ -251,7 +251,8 @@ class KvMapPanel(QWidget):
         self.host_bytes.setText(" · ".join(host))
 
     def _summary(self, number: int, size: int, share: float) -> str:
-        return tr("{n} × {size} tokens · {share}").format(n=count(number), size=size, share=percent(share))
+        text = tr_n("{n} × {size} token · {share}", "{n} × {size} tokens · {share}", size)
+        return text.format(n=count(number), size=size, share=percent(share))
 
     def describe(self, block: int) -> str:
         """The tooltip of one block."""
@@ -265,7 +266,9 @@ class KvMapPanel(QWidget):
         else:
             lines = [tr("Host block {n}: {state}").format(n=block - blocks.num_pool, state=name)]
         lines.append(
-            tr("{fill} of {size} tokens").format(fill=int(blocks.fill[block]), size=blocks.block_size)
+            tr_n("{fill} of {size} token", "{fill} of {size} tokens", blocks.block_size).format(
+                fill=int(blocks.fill[block]), size=blocks.block_size
+            )
         )
         owner = int(blocks.owner[block])
         if owner:
@@ -303,4 +306,5 @@ class KvMapPanel(QWidget):
             self.owner.set_full_text(self._pool)
         else:
             number = len(self._console.session.blocks_of(rid))
-            self.owner.set_full_text(tr("Request {rid} owns {n} blocks.").format(rid=rid, n=number))
+            text = tr_n("Request {rid} owns {n} block.", "Request {rid} owns {n} blocks.", number)
+            self.owner.set_full_text(text.format(rid=rid, n=number))

@@ -30,7 +30,7 @@ from PySide6.QtWidgets import (
 
 from app import theme
 from app.console import Console
-from app.i18n import N_, tr, tr_later
+from app.i18n import N_, tr, tr_later, tr_n
 from app.model.log_table import LEVEL_ROLE, WHOLE_ROLE, LogFilter
 from app.units import count
 from app.widgets.basic import button, column, plain_tip, row
@@ -152,7 +152,8 @@ class LogPanel(QWidget):
         self._seen = self.model.version
         if self._following:
             self.view.scrollToBottom()
-        self.summary_changed.emit(tr("{n} lines").format(n=count(self.model.rowCount())))
+        lines = self.model.rowCount()
+        self.summary_changed.emit(tr_n("{n} line", "{n} lines", lines).format(n=count(lines)))
 
     @Slot(int)
     def _on_scrolled(self, value: int) -> None:

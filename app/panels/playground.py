@@ -7,7 +7,7 @@ from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import QFrame, QPlainTextEdit, QScrollArea, QSizePolicy, QWidget
 
 from app.console import Console, Notice
-from app.i18n import tr, tr_engine
+from app.i18n import tr, tr_engine, tr_n
 from app.model.chat import Turn
 from app.units import count, percent, rate, seconds
 from app.widgets.basic import button, column, label, row, set_role, set_tip
@@ -67,15 +67,15 @@ def meta_text(turn: Turn) -> str:
         parts.append(f"TTFT {seconds(turn.ttft_s)}")
     if turn.tok_per_s is not None:
         parts.append(str(rate(turn.tok_per_s)))
-    parts.append(tr("{n} tokens").format(n=count(turn.tokens)))
+    parts.append(tr_n("{n} token", "{n} tokens", turn.tokens).format(n=count(turn.tokens)))
     if turn.drafted_tok:
         held = percent(turn.accepted_tok / turn.drafted_tok)
         parts.append(tr("{share} of {n} drafted accepted").format(share=held, n=count(turn.drafted_tok)))
     if turn.cached_tok and turn.prompt_tok:
         parts.append(
-            tr("{n} of {total} prompt tokens cached").format(
-                n=count(turn.cached_tok), total=count(turn.prompt_tok)
-            )
+            tr_n(
+                "{n} of {total} prompt token cached", "{n} of {total} prompt tokens cached", turn.prompt_tok
+            ).format(n=count(turn.cached_tok), total=count(turn.prompt_tok))
         )
     if turn.state == "stopped":
         parts.append(tr("stopped"))

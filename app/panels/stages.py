@@ -9,7 +9,7 @@ from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QAbstractItemView, QHeaderView, QTableView, QWidget
 
 from app import theme
-from app.i18n import N_, tr, tr_engine, tr_later
+from app.i18n import N_, tr, tr_engine, tr_later, tr_n
 from app.model.drafts import DraftFigures
 from app.model.knobs import KnobStatus
 from app.model.stage_table import ROW_HEIGHT, STAGES, WHOLE, StageTable
@@ -186,10 +186,12 @@ class StagesPanel(QWidget):
         self.model.set_times(steps, requests)
         self.chart.refresh_legend()
         self.chart.set_note("" if steps.n else tr("no traffic"))
-        text = tr("{steps} steps · {requests} requests · {window}")
-        shown = text.format(
-            steps=count(steps.n), requests=count(requests.n), window=span(session.window_s)
-        )  # fmt: skip
+        parts = (
+            tr_n("{n} step", "{n} steps", steps.n).format(n=count(steps.n)),
+            tr_n("{n} request", "{n} requests", requests.n).format(n=count(requests.n)),
+            str(span(session.window_s)),
+        )
+        shown = " · ".join(parts)
         self.summary_changed.emit(shown if steps.n or requests.n else "")
         self._show_drafts()
 

@@ -7,7 +7,7 @@ from PySide6.QtCore import Signal, Slot
 from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QStackedLayout, QWidget
 
-from app.i18n import N_, tr, tr_later
+from app.i18n import N_, tr, tr_later, tr_n
 from app.model.request_table import preemption_lines, state_text
 from app.model.seats import DECODE, IN_QUEUE, PREFILL, RECOMPUTE, SWAPPED, WAITING
 from app.panels.view import ChartView, Follower
@@ -169,7 +169,11 @@ class TimelinePanel(QWidget):
         lines = [tr("Request {rid} {tag}").format(rid=view.rid, tag=data.tag).rstrip()]
         lines.append(state_text(view))
         lines.append(
-            tr("prompt {prompt} tokens, {cached} cached · output {output}").format(
+            tr_n(
+                "prompt {prompt} token, {cached} cached · output {output}",
+                "prompt {prompt} tokens, {cached} cached · output {output}",
+                data.prompt_tok,
+            ).format(
                 prompt=count(data.prompt_tok), cached=count(data.cached_tok), output=count(data.output_tok)
             )
         )

@@ -127,7 +127,8 @@ def _warnings(a: Baseline, b: Baseline) -> list[str]:
         if not made.data.validity.valid:
             found.append(f"{label} is doubtful: {'; '.join(made.data.validity.reasons)}")
         if made.data.stats.ok < FEW_REQUESTS:
-            found.append(f"{label} has {made.data.stats.ok} good requests; its percentiles are coarse.")
+            good = f"{made.data.stats.ok} good request{'' if made.data.stats.ok == 1 else 's'}"
+            found.append(f"{label} has {good}; its percentiles are coarse.")
         work = other_work(made.data.step_stats)
         if work:
             found.append(f"{label} was measured while other work went on: {work}.")

@@ -24,6 +24,7 @@ from engine.models.reading import Meter, allocate, listing, read_exactly
 from engine.models.rope import RopeSpec
 from engine.models.spec import Architecture, ModelSpec
 from engine.models.staging import Staging
+from engine.sizes import counted
 
 ARCHITECTURES: dict[str, Architecture] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -197,7 +198,7 @@ def _place(file: GgufFile, spec: ModelSpec) -> dict[str, Tensor]:
     wanted = {_gguf_name(name): name for name in shapes}
     missing = sorted(name for name in wanted if name not in file.tensors)
     if missing:
-        raise ModelError(f"{file.path.name} lacks {len(missing)} tensors: {listing(missing)}")
+        raise ModelError(f"{file.path.name} lacks {counted(len(missing), 'tensor')}: {listing(missing)}")
     odd = sorted(name for name in file.tensors if name not in wanted and name != _ROPE_TABLE)
     if odd:
         raise ModelError(

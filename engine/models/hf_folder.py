@@ -22,6 +22,7 @@ from engine.models.quantized import Need, QuantizationPlan
 from engine.models.reading import Meter, allocate, listing, resolve
 from engine.models.spec import ModelSpec
 from engine.models.staging import Staging
+from engine.sizes import counted
 
 CODE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 MAX_BIAS_BYTES = 1 << 24
@@ -122,15 +123,15 @@ def _place(
     title, located = checkpoint.title, checkpoint.files
     missing = sorted(each.source for each in wanted if each.source not in located and not each.need.optional)
     if missing:
-        raise ModelError(f"{title} lacks {len(missing)} tensors: {listing(missing)}")
+        raise ModelError(f"{title} lacks {counted(len(missing), 'tensor')}: {listing(missing)}")
     known = {each.source for each in wanted}
     unexpected = sorted(name for name in located if name not in known)
     harmless = [name for name in unexpected if _is_harmless(name, spec, checkpoint, known)]
     if len(harmless) < len(unexpected):
         odd = [name for name in unexpected if name not in harmless]
         raise ModelError(
-            f"{title} holds {len(odd)} tensors that a {spec.architecture} with this config.json lacks, "
-            f"so it is another kind of model: {listing(odd)}"
+            f"{title} holds {counted(len(odd), 'tensor')} that a {spec.architecture} with this config.json "
+            f"lacks, so it is another kind of model: {listing(odd)}"
         )
     if harmless:
         notes.append(f"ignored tensors that are computed, tied or zero: {listing(harmless)}")
@@ -204,7 +205,7 @@ def _locate(
     used = sorted(set(names.values())) if names is not None else present
     absent = [name for name in used if name not in present]
     if absent:
-        raise ModelError(f"the index names {len(absent)} files that are not there: {listing(absent)}")
+        raise ModelError(f"the index names {counted(len(absent), 'file')} not to be found: {listing(absent)}")
     stray = [name for name in (*present, *code) if name not in used]
     if stray:
         notes.append(f"ignored files beside the model: {listing(stray)}")

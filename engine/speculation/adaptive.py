@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.sizes import counted
 from engine.speculation.acceptance import AcceptanceTable, Floats, Rows
 from engine.speculation.base import MAX_DRAFT
 from engine.speculation.costs import StepCost
@@ -135,7 +136,9 @@ class AdaptiveDrafts:
         if limit < 1:
             return Choice(none, plain, plain, reason="no request has room for a draft")
         if not self.cost.is_known(base):
-            return Choice(none, plain, plain, reason=f"measuring a step of {base} tokens without drafts")
+            return Choice(
+                none, plain, plain, reason=f"measuring a step of {counted(base, 'token')} without drafts"
+            )
         survival = self._table.survival(self._table.rows(rids))[:, :limit]
         survival[np.arange(limit) >= np.array(rooms)[:, None]] = -1.0  # no room
         k, rate = self._best(survival, base)
@@ -215,7 +218,7 @@ def _why_not(survival: Floats, k: Sequence[int], base: int, gain: float) -> str:
     tokens = 1 + float(survival[drafted].sum()) / len(k)
     first = survival[:, 0][survival[:, 0] >= 0].mean()
     return (
-        f"the best drafts, {sum(k)} tokens over {len(k)} requests, would bring {tokens:.2f} tokens each in "
-        f"{tokens / gain:.2f} times the time of a step of {base} tokens; {first:.0%} of the first draft "
-        "tokens hold"
+        f"the best drafts, {counted(sum(k), 'token')} over {counted(len(k), 'request')}, would bring "
+        f"{tokens:.2f} tokens each in {tokens / gain:.2f} times the time of a step of "
+        f"{counted(base, 'token')}; {first:.0%} of the first draft tokens hold"
     )

@@ -437,7 +437,7 @@ def test_a_pool_of_more_blocks_than_can_be_shown_is_refused(model: LoadedModel, 
     engine.run()
     [apply] = engine.heard.applies
     assert apply.result == "rolled_back"
-    assert "1024 blocks of 1 tokens, at most 100" in apply.why
+    assert "1024 blocks of 1 token, at most 100" in apply.why
     assert engine.core.scheduler.pool.block_size == 16
     with pytest.raises(ValueError, match="larger block_size"):
         Engine(model, block_size=1)

@@ -290,7 +290,7 @@ def test_requests_of_a_client_that_vanished_are_ended(engine: EngineUnderTest, c
     wait_until(lambda: "vanishing" not in live_tags(), "the orphan is cancelled")
     assert "detached" in live_tags()
     lines = client.call(m.LogTail(id=client.next_id(), max=50), m.LogLines).lines
-    assert any("1 requests of " in line.message and "its client has gone" in line.message for line in lines)
+    assert any("1 request of " in line.message and "its client has gone" in line.message for line in lines)
     assert client.call(m.Cancel(id=client.next_id(), tag="detached"), m.Cancelled).n == 1
 
 
@@ -679,7 +679,7 @@ def test_the_place_of_a_client_that_has_gone_is_given_to_another(engine: EngineU
 
     def is_told() -> bool:
         lines = client.call(m.LogTail(id=client.next_id(), max=50), m.LogLines).lines
-        return any("1 requests of " in line.message and "took its place" in line.message for line in lines)
+        return any("1 request of " in line.message and "took its place" in line.message for line in lines)
 
     with Client(engine.ctl, silence_s=60.0) as client:
         wait_until(is_welcome, "there is room")

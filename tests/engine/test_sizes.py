@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.sizes import size
+from engine.sizes import counted, size
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,7 @@ def test_a_size_has_the_largest_unit_that_it_has_one_of(
     num_bytes: int, least: str, digits: str, text: str
 ) -> None:
     assert size(num_bytes, least, digits) == text
+
+
+def test_one_thing_is_not_told_as_many() -> None:
+    assert [counted(n, "block") for n in (0, 1, 2)] == ["0 blocks", "1 block", "2 blocks"]

@@ -45,7 +45,51 @@ def sources() -> dict[str, str]:
                     continue
                 text = ast.literal_eval(node.args[0])  # fails for what is no literal
                 found[text] = f"{path.name}:{node.lineno}"
-    return found
+    return found | {many: at for _, many, at in plurals()}
+
+
+def plurals() -> list[tuple[str, str, str]]:
+    """Both literals given to each `tr_n`, with where they stand. The first is English alone."""
+    return [
+        (ast.literal_eval(node.args[0]), ast.literal_eval(node.args[1]), f"{path.name}:{node.lineno}")
+        for path in sorted(APP.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tr_n"
+    ]
+
+
+def test_one_and_many_are_told_with_the_same_figures() -> None:
+    for one, many, at in plurals():
+        assert set(HOLES.findall(one)) | {"n"} == set(HOLES.findall(many)) | {"n"}, at
+        assert one != many, at
+
+
+COUNTABLE = r"(?:tokens|requests|steps|blocks|times|lines|answers|tensors|files|GPUs|rows|drafts|graphs)"
+
+
+def test_what_is_counted_is_told_as_one_where_it_is_one() -> None:
+    """No "1 tokens over 1 requests": each text with a number before a plural has a form for one."""
+    bare = re.compile(rf"\{{\w+\}} (?:[a-z]+ )?{COUNTABLE}\b")
+    many = {text for _, text, _ in plurals()}
+    # Never one: lengths with decimals, what is at least sixteen, and rows, which "1 row" stands beside.
+    never = ("{length} tokens", "which takes {limit} tokens", "{n} rows")
+    left = [text for text in sources() if bare.search(text) and text not in many]
+    assert not [text for text in left if not any(part in text for part in never)]
+
+
+@pytest.mark.parametrize("n", ["1", "2"])
+def test_a_template_fits_one_as_well_as_many(n: str) -> None:
+    s = "" if n == "1" else "s"
+    for text in (
+        f"the prompt has {n} token{s}, the limit is 9 with the new ones; shorten it to 8",
+        f"{n} prompt token{s} and up to {n} new one{s} need {n} block{s} of {n} token{s}, the pool has 5; "
+        "ask for fewer",
+        f"the best drafts, {n} token{s} over {n} request{s}, would bring 1.10 tokens each in 1.50 times the "
+        f"time of a step of {n} token{s}; 10% of the first draft tokens hold",
+        f"{n} request{s} may wait, and so many do; come back later",
+        f"a.gguf lacks {n} tensor{s}: x",
+    ):
+        assert CHINESE.search(CATALOGUE.foreign(text)), text
 
 
 def test_every_source_is_translated_and_nothing_is_left_over() -> None:
@@ -102,7 +146,15 @@ def sample(node: ast.AST) -> str | None:
         return node.value if isinstance(node.value, str) else None
     if not isinstance(node, ast.JoinedStr):
         return None
-    return "".join(str(part.value) if isinstance(part, ast.Constant) else "7" for part in node.values)
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else held(part) for part in node.values)
+
+
+def held(part: ast.expr) -> str:
+    """7 for what a text holds, with its noun where that is counted."""
+    value = part.value if isinstance(part, ast.FormattedValue) else part
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "counted":
+        return f"7 {ast.literal_eval(value.args[1])}s"
+    return "7"
 
 
 def told_texts() -> dict[str, str]:

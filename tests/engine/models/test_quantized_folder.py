@@ -148,7 +148,7 @@ DOWN = "model.layers.1.mlp.down_proj"
 
 
 @pytest.mark.parametrize(("edit", "settings", "message"), [
-    ({f"{DOWN}.scales": None}, {}, rf"lacks 1 tensors: {DOWN}.scales"),
+    ({f"{DOWN}.scales": None}, {}, rf"lacks 1 tensor: {DOWN}.scales"),
     ({f"{DOWN}.scales": torch.zeros(8, 64, dtype=torch.float16)}, {}, rf"{DOWN}: .* scales hold 512 values"),
     ({f"{DOWN}.qweight": torch.zeros(4, 4, dtype=torch.int32)}, {}, rf"{DOWN}.qweight has shape \[4, 4\]"),
     ({f"{DOWN}.qweight": torch.zeros(128, 8, dtype=torch.int64)}, {}, "is stored as I64; supported: I32"),
@@ -188,7 +188,7 @@ def test_scales_that_do_not_arrive_are_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelError, match=rf"{part} has shape \[1\]"):
         load(low)
     change(low, {part: None})
-    with pytest.raises(ModelError, match=rf"lacks 1 tensors: {part}"):
+    with pytest.raises(ModelError, match=rf"lacks 1 tensor: {part}"):
         load(low)
     change(low, {part: good})
     load(low)
@@ -220,7 +220,7 @@ def test_parts_of_a_layer_may_lie_in_different_shards(tmp_path: Path) -> None:
     assert all(torch.equal(weight.dequantize(), before[name]) for name, weight in loaded.quantized.items())
     assert any("model.safetensors" in note for note in loaded.notes)
     files[1].unlink()
-    with pytest.raises(ModelError, match=rf"1 files that are not there: {files[1].name}"):
+    with pytest.raises(ModelError, match=rf"1 file not to be found: {files[1].name}"):
         load(low)
 
 

@@ -231,7 +231,7 @@ def test_a_step_without_drafts_is_measured_before_any_draft() -> None:
     drafts = AdaptiveDrafts(sequential=False)
     first = drafts.choose([1], [4])
     assert first.k == [0]
-    assert first.reason == "measuring a step of 1 tokens without drafts"
+    assert first.reason == "measuring a step of 1 token without drafts"
     drafts.observe_step(1, 0.01)
     assert drafts.choose([1], [4]).k == [4]
     assert drafts.choose([1, 2], [4, 4]).reason == "measuring a step of 2 tokens without drafts"
