@@ -1,7 +1,7 @@
 """`Console`: everything behind the window, in one place, for panels, actions and tests.
 
-It owns the link to the engine, the session, the knobs, the load run, the chat and the baselines, and takes in
-what is new on each frame of the clock. It knows no widget. Window and language can change over it.
+It owns the link to the engine, the session, the knobs, the load run, the chat and the shelf of baselines, and
+takes in what is new on each frame of the clock. It knows no widget. Window and language can change over it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,9 @@ from app.net.io_thread import EngineLink
 from app.net.judge import GOOD_AFTER_S
 from app.net.types import LaunchSpec, LinkState
 from app.settings import Settings
-from app.store.collect import from_live, from_load
-from app.store.records import BaselineData, BaselineSummary, Comparison
-from app.store.store import ExportFormat, Store
+from app.shelf import Shelf
 from app.units import count, pause, span
 from ipc.messages import CANCELLED, ApplyEvent, Cancel, CfgCancel, Error, KnobValue, Reply
-
-AFTER_CHANGE_S = 1e-3  # so that the change itself is not in the window that begins with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,6 @@ class Console(QObject):
 
     noticed = Signal(object)  # Notice
     selected = Signal(object)  # rid of the request that was picked, or None
-    baselines_changed = Signal()
     asked = Signal()  # a change of knobs
     costly = Signal(object)  # the patch of a change that takes minutes: to be confirmed
 
@@ -73,18 +68,15 @@ class Console(QObject):
         self.load_progress = LoadProgress()
         self.chat = ChatModel(self.link.send)
         self.jobs = Jobs()
-        self.baselines: list[BaselineSummary] = []
-        self.baseline_error = ""
+        self.shelf = Shelf(store_path, self.jobs, self.session, self.load_run, self.tell)
         self.selected_rid: int | None = None
         self.launch_spec: LaunchSpec | None = None
-        self.store: Store | None = None  # lives on the jobs' thread; use `with_store`
-        self._store_path = store_path
         self._refusals: dict[str, str] = {}
         self.left_out: dict[str, KnobValue] = {}  # changes that a restart left out and nobody decided on yet
         self._left_out_of: str | None = None  # the session that was asked for them
         self._load_was_running = False
         self._closed = False
-        self.reload_baselines()
+        self.shelf.reload()
 
     # --- the beat -----------------------------------------------------------------------------------
 
@@ -377,93 +369,6 @@ class Console(QObject):
 
     # --- baselines ----------------------------------------------------------------------------------
 
-    def with_store(
-        self, title: str, work: Callable[[Store], Any], on_done: Callable[[Any], None] | None = None
-    ) -> None:
-        """Run ``work(store)`` on the jobs' thread and tell ``on_done`` later; errors become a notice."""
-        told: list[str] = []  # what happened when the store was opened; written before the job ends
-
-        def job() -> Any:
-            if self.store is not None and self.store.is_gone():
-                told.append(f"The database {self._store_path} was deleted or replaced; it was opened anew.")
-                self.store.close()
-                self.store = None
-            if self.store is None:
-                self.store = Store(self._store_path)
-                told.extend(self.store.notices)
-            return work(self.store)
-
-        def done(result: Any) -> None:
-            for text in told:
-                self.tell("warning", partial(tr_engine, text))
-            if on_done is not None:
-                on_done(result)
-
-        def failed(error: Exception) -> None:
-            for text in (*told, str(error)):
-                self.tell("error", partial(tr_engine, text))
-
-        self.jobs.submit(title, job, done, failed)
-
-    def reload_baselines(self) -> None:
-        """Read the list of baselines again."""
-
-        def show(found: list[BaselineSummary]) -> None:
-            self.baselines = found
-            self.baselines_changed.emit()
-
-        self.with_store(tr("Reading baselines"), lambda store: store.list(), show)
-
-    def baseline_data(self, name: str, note: str, source: str, span_s: float | None) -> BaselineData:
-        """What `save_baseline` would store now. Raises StoreError if it cannot.
-
-        ``source``: load; live, the last ``span_s`` seconds; or change, since the configuration last changed.
-        """
-        if source == "load":
-            return from_load(self.session, self.load_run, name, note)
-        if source == "change" and self.session.changed_s is not None:
-            span_s = self.session.now_s - self.session.changed_s - AFTER_CHANGE_S
-            return from_live(self.session, name, note, span_s, whole=True)
-        return from_live(self.session, name, note, span_s)
-
-    def save_baseline(self, data: BaselineData, on_saved: Callable[[str], None] | None = None) -> None:
-        """Write a baseline; ``on_saved`` gets its id."""
-
-        def saved(found: str) -> None:
-            self.tell("info", lambda: tr("Saved baseline “{name}”.").format(name=data.name))
-            self.reload_baselines()
-            if on_saved is not None:
-                on_saved(found)
-
-        self.with_store(tr("Saving a baseline"), lambda store: store.save_baseline(data), saved)
-
-    def delete_baseline(self, baseline_id: str) -> None:
-        def gone(_result: None) -> None:
-            self.reload_baselines()
-
-        self.with_store(tr("Deleting a baseline"), lambda store: store.delete(baseline_id), gone)
-
-    def compare_baselines(self, a: str, b: str, on_done: Callable[[Comparison], None]) -> None:
-        self.with_store(tr("Comparing baselines"), lambda store: store.compare(a, b), on_done)
-
-    def export_baseline(self, baseline_id: str, form: ExportFormat, out: Path) -> None:
-        """Write one baseline to ``out``."""
-
-        def written(path: Path) -> None:
-            self.tell("info", lambda: tr("Wrote {path}").format(path=path))
-
-        self.with_store(tr("Exporting"), lambda store: store.export(baseline_id, form, out), written)
-
-    def import_baselines(self, path: Path) -> None:
-        """Read a bundle that was exported before."""
-
-        def read(result: Any) -> None:
-            counts = {"added": len(result.added), "there": len(result.already_there)}
-            self.tell("info", lambda: tr("Imported {added}; already there: {there}.").format(**counts))
-            self.reload_baselines()
-
-        self.with_store(tr("Importing"), lambda store: store.import_(path), read)
-
     def restore_configuration(self, baseline_id: str) -> None:
         """Ask the engine for the configuration of a stored baseline."""
 
@@ -479,7 +384,7 @@ class Console(QObject):
 
             self.tell("info", said)
 
-        self.with_store(tr("Reading a baseline"), lambda store: store.get(baseline_id), ask)
+        self.shelf.use(tr("Reading a baseline"), lambda store: store.get(baseline_id), ask)
 
     # --- the end ------------------------------------------------------------------------------------
 
@@ -489,6 +394,6 @@ class Console(QObject):
             return
         self._closed = True
         self.load_run.close()
-        self.jobs.close(self.store.close if self.store is not None else None)
+        self.shelf.close()
         self.link.close()
         self.settings.sync()

@@ -8,13 +8,13 @@ Driving it from a script or a smoke run (all calls on the GUI thread, between `Q
     window.action("toggle_load").trigger()     # any action by its id, see app/actions.py
     window.console.start_load(WorkloadSpec(...)); window.load_run.running; window.console.load_progress
     window.knobs.set({"prefix_cache": False})  # as the panel does; window.knobs.view(id).status tells
-    window.console.save_baseline(window.console.baseline_data("name", "note", "load", None), on_saved)
-    window.console.with_store(title, lambda store: ..., on_done)    # anything else with the store
+    window.console.shelf.save(window.console.shelf.data("name", "note", "load", None), on_saved)
+    window.console.shelf.use(title, lambda store: ..., on_done)    # anything else with the store
     window.show_panel("requests")              # bring a dock to the front
     window.grab_to(Path("picture.png"))        # a picture of the whole window
     window.close()                             # ends load, jobs, engine; returns when they are gone
 
-``window.store`` is None until the first use, and belongs to the jobs' thread: use `console.with_store`.
+``window.store`` is None until the first use, and belongs to the jobs' thread: use `console.shelf.use`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class MainWindow(WindowActions):
 
     @property
     def store(self) -> Store | None:
-        return self.console.store
+        return self.console.shelf.store
 
     def action(self, name: str) -> QAction:
         """The action with this id. Raises KeyError that names the known ones."""

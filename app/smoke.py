@@ -301,15 +301,15 @@ class Smoke:
 
     def _snapshot(self) -> None:
         console, report = self.console, self.report
-        data = console.baseline_data("Smoke run", "Saved by the smoke run.", "load", None)
+        data = console.shelf.data("Smoke run", "Saved by the smoke run.", "load", None)
         saved: list[str] = []
-        console.save_baseline(data, saved.append)
+        console.shelf.save(data, saved.append)
         report.snapshot_id = self._until("saved snapshot", 60, lambda: saved[0] if saved else None)
         report.snapshot_rows = len(data.load_rows) + len(data.requests)
         for form in FORMS:
             path = self.out / f"snapshot.{form}"
             path.unlink(missing_ok=True)
-            console.export_baseline(report.snapshot_id, form, path)
+            console.shelf.export(report.snapshot_id, form, path)
             self._until(f"export as {form}", 60, partial(_is_written, path))
             report.exports[form] = str(path)
         report.imported_equal = self._imported_equal()
@@ -325,7 +325,7 @@ class Smoke:
         finally:
             store.close()
         found: list[Baseline] = []
-        self.console.with_store("Reading", lambda s: s.get(self.report.snapshot_id), found.append)
+        self.console.shelf.use("Reading", lambda s: s.get(self.report.snapshot_id), found.append)
         here = self._until("saved snapshot read back", 30, lambda: found[0] if found else None).data
         return bool(here == there)
 

@@ -78,11 +78,11 @@ class WindowActions(QMainWindow):
     def _on_save_values(self, values: tuple[str, str, str, int | None]) -> None:
         name, note, source, span = values
         try:
-            data = self.console.baseline_data(name, note, source, None if span is None else float(span))
+            data = self.console.shelf.data(name, note, source, None if span is None else float(span))
         except Exception as error:  # whatever keeps it from being saved is told, the window goes on
             self.console.tell("error", partial(tr_engine, str(error)))
             return
-        self.console.save_baseline(data)
+        self.console.shelf.save(data)
         self.show_panel("baselines")
 
     def import_baselines(self) -> None:

@@ -83,7 +83,7 @@ class SaveBaselineDialog(QDialog):
         self.save.setEnabled(bool(self.name.text().strip()))
         source, span = self.source.currentData()
         try:
-            data = self._console.baseline_data("?", "", source, None if span is None else float(span))
+            data = self._console.shelf.data("?", "", source, None if span is None else float(span))
         except StoreError:
             self.save.setEnabled(False)
             text = tr("No request ended in this time. Start a load, or choose a longer time.")

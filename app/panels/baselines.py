@@ -184,7 +184,7 @@ class BaselinesPanel(QWidget):
         self._stack = QStackedLayout(self)
         self._stack.addWidget(self.empty)
         self._stack.addWidget(page)
-        console.baselines_changed.connect(self.reload)
+        console.shelf.changed.connect(self.reload)
         self.dialog: CompareDialog | None = None
         self.reload()
 
@@ -207,7 +207,7 @@ class BaselinesPanel(QWidget):
     @Slot()
     def reload(self) -> None:
         """Show the console's list."""
-        self.model.set_rows(self._console.baselines)
+        self.model.set_rows(self._console.shelf.items)
         self._stack.setCurrentIndex(1 if self.model.rows else 0)
         self.summary_changed.emit(tr("{n} saved").format(n=count(len(self.model.rows))))
         self._show_buttons()
@@ -234,7 +234,7 @@ class BaselinesPanel(QWidget):
         """Compare the two selected ones."""
         chosen = self.selected()
         if len(chosen) == 2:
-            self._console.compare_baselines(chosen[0].id, chosen[1].id, self.show_comparison)
+            self._console.shelf.compare(chosen[0].id, chosen[1].id, self.show_comparison)
 
     def show_comparison(self, comparison: Comparison) -> None:
         """Open the window that shows two side by side."""
@@ -267,7 +267,7 @@ class BaselinesPanel(QWidget):
         dialog.setNameFilter(f"{FORMATS[form]} (*.{form})")
         dialog.selectFile(f"{safe_name(item.name)}.{form}")
         dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-        dialog.fileSelected.connect(lambda path: self._console.export_baseline(item.id, form, Path(path)))
+        dialog.fileSelected.connect(lambda path: self._console.shelf.export(item.id, form, Path(path)))
         dialog.open()
 
     @Slot()
@@ -277,7 +277,7 @@ class BaselinesPanel(QWidget):
         dialog.setFileMode(QFileDialog.FileMode.ExistingFile)
         dialog.setNameFilter("JSON (*.json)")
         dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-        dialog.fileSelected.connect(lambda path: self._console.import_baselines(Path(path)))
+        dialog.fileSelected.connect(lambda path: self._console.shelf.import_(Path(path)))
         dialog.open()
 
     @Slot()
@@ -298,7 +298,7 @@ class BaselinesPanel(QWidget):
         def answered(clicked: object) -> None:
             if clicked is yes:
                 for item in chosen:
-                    self._console.delete_baseline(item.id)
+                    self._console.shelf.delete(item.id)
 
         box.buttonClicked.connect(answered)
         box.open()

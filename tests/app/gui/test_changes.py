@@ -191,7 +191,7 @@ def test_a_baseline_is_called_doubtful_before_it_is_saved(window: MainWindow, li
     assert "requests ended in this time" in dialog.hint.text()
     assert dialog.hint.property("role") == "small", "what is so warns of nothing"
     assert dialog.save.isEnabled()
-    data = window.console.baseline_data("x", "", "change", None)
+    data = window.console.shelf.data("x", "", "change", None)
     assert (data.validity.valid, data.config["prefix_cache"], len(data.requests)) == (True, False, 8)
 
 

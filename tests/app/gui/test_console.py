@@ -34,7 +34,7 @@ def until(console: Console, so: Callable[[], object]) -> None:
 
 def saved(console: Console, made: BaselineData) -> None:
     ids: list[str] = []
-    console.save_baseline(made, ids.append)
+    console.shelf.save(made, ids.append)
     until(console, lambda: ids)
 
 
@@ -55,7 +55,7 @@ def test_g06_a_damaged_database_is_moved_aside_and_that_is_told(
 def test_what_is_saved_after_the_database_was_deleted_is_there_and_the_loss_is_told(console: Console) -> None:
     told = heard(console)
     saved(console, baseline("first"))
-    path = console._store_path
+    path = console.shelf.path
     for file in path.parent.iterdir():
         file.unlink()
     path.parent.rmdir()

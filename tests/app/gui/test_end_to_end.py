@@ -100,7 +100,7 @@ def test_a_session_from_start_to_end(
     console.stop_load()
     wait(decodeck, lambda: not console.load_run.running, "the end of the load")
     saved: list[str] = []
-    console.save_baseline(console.baseline_data("after", "", "load", None), saved.append)
+    console.shelf.save(console.shelf.data("after", "", "load", None), saved.append)
     wait(decodeck, lambda: saved, "the baseline")
 
     # A restart trusts a configuration that has run for a while; this one must not count as what killed it.

@@ -328,8 +328,8 @@ def test_baselines_are_saved_compared_restored_and_carried_over(
     link.ready()
     beat(window, 2)
     assert panel.empty.isVisible() or panel.model.rowCount() == 0
-    console.save_baseline(b.baseline("first", config={"prefix_cache": True, "max_num_seqs": 64}))
-    console.save_baseline(b.baseline("second", config={"prefix_cache": False, "max_num_seqs": 32}))
+    console.shelf.save(b.baseline("first", config={"prefix_cache": True, "max_num_seqs": 64}))
+    console.shelf.save(b.baseline("second", config={"prefix_cache": False, "max_num_seqs": 32}))
     until(window, lambda: panel.model.rowCount() == 2)
     window.show_panel("baselines")
     panel.table.selectAll()
@@ -345,28 +345,28 @@ def test_baselines_are_saved_compared_restored_and_carried_over(
     assert dialog.comparison.warnings
     dialog.close()
 
-    second = next(item for item in console.baselines if item.name == "second")
+    second = next(item for item in console.shelf.items if item.name == "second")
     console.restore_configuration(second.id)
     until(window, lambda: any(isinstance(c, CfgSet) for c in link.sent))
     assert link.last(CfgSet)[1].patch == {"prefix_cache": False, "max_num_seqs": 32}
 
     out = tmp_path / "обзор #1.json"
-    console.export_baseline(second.id, "json", out)
+    console.shelf.export(second.id, "json", out)
     until(window, out.exists)
-    console.delete_baseline(second.id)
+    console.shelf.delete(second.id)
     until(window, lambda: panel.model.rowCount() == 1)
-    console.import_baselines(out)
+    console.shelf.import_(out)
     until(window, lambda: panel.model.rowCount() == 2)
     for form in ("csv", "md"):
         path = tmp_path / f"обзор #1.{form}"
-        console.export_baseline(second.id, form, path)  # type: ignore[arg-type]
+        console.shelf.export(second.id, form, path)  # type: ignore[arg-type]
         until(window, path.exists)
 
 
 def test_what_goes_wrong_with_a_file_is_told(window: MainWindow, tmp_path: Path) -> None:
     bad = tmp_path / "not a bundle.json"
     bad.write_text("{}", encoding="utf-8")
-    window.console.import_baselines(bad)
+    window.console.shelf.import_(bad)
     until(window, lambda: window.toasts.toasts)
     assert window.toasts.toasts[0].level == "error"
     assert window.toasts.toasts[0].text
