@@ -253,6 +253,8 @@ class BaselinesPanel(QWidget):
         """Ask for a format, then for a place."""
         chosen = self.selected()
         if len(chosen) != 1:
+            why = N_("Select one baseline in the list to export it.")
+            self._console.tell("info", lambda: tr_later(why))
             return
         menu = QMenu(self)
         menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)

@@ -401,3 +401,13 @@ def test_file_names_are_made_of_any_name() -> None:
 def test_metrics_are_named_for_people() -> None:
     assert metric_name("ttft_p50_s") == "TTFT p50"
     assert metric_name("output_tok_s") == "Output"
+
+
+def test_exporting_by_key_without_a_baseline_chosen_says_what_to_do(
+    window: MainWindow, link: FeedLink
+) -> None:
+    """The keys worked, the panel came to the front, and nothing else happened."""
+    link.ready()
+    beat(window)
+    window.action("export_baseline").trigger()
+    assert [toast.text for toast in window.toasts.toasts] == ["Select one baseline in the list to export it."]
