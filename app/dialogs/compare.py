@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from PySide6.QtCore import Qt, Signal
 from PySide6.QtGui import QStandardItem, QStandardItemModel
 from PySide6.QtWidgets import QAbstractItemView, QDialog, QHeaderView, QTableView, QWidget
@@ -46,7 +48,8 @@ class CompareDialog(QDialog):
 
     restore_asked = Signal(str)
 
-    def __init__(self, comparison: Comparison, parent: QWidget) -> None:
+    def __init__(self, comparison: Comparison, titles: Mapping[str, str], parent: QWidget) -> None:
+        """``titles``: what the engine calls its knobs, by id."""
         super().__init__(parent)
         self.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
         self.setWindowTitle(tr("Compare baselines"))
@@ -54,7 +57,8 @@ class CompareDialog(QDialog):
         self.resize(860, 640)
         heads = row(_who("A", comparison.a), _who("B", comparison.b), spacing=24)
         self.config = _table(
-            [tr("Setting"), "A", "B"], [_diff_cells(d) for d in (*comparison.config, *comparison.identity)]
+            [tr("Setting"), "A", "B"],
+            [_diff_cells(d, titles) for d in (*comparison.config, *comparison.identity)],
         )
         self.metrics = _table(
             [tr("Metric"), "A", "B", tr("B against A"), "n A", "n B", tr("Better")],
@@ -121,10 +125,10 @@ def _table(heads: list[str], rows: list[list[str]], right_from: int = 99) -> QTa
     return table
 
 
-def _diff_cells(diff: ConfigDiff) -> list[str]:
+def _diff_cells(diff: ConfigDiff, titles: Mapping[str, str]) -> list[str]:
     a = _setting(diff.a) if diff.in_a else tr("missing")
     b = _setting(diff.b) if diff.in_b else tr("missing")
-    return [knob_title(diff.key, tr_engine(diff.key)), a, b]
+    return [knob_title(diff.key, titles.get(diff.key) or tr_engine(diff.key)), a, b]
 
 
 def _setting(value: KnobValue) -> str:
@@ -132,11 +136,13 @@ def _setting(value: KnobValue) -> str:
 
 
 def _metric_cells(metric: MetricDelta) -> list[str]:
-    better = {"a": "A", "b": "B"}.get(metric.better or "", NONE)
+    a, b = str(quantity(metric.a, metric.unit)), str(quantity(metric.b, metric.unit))
+    # What reads the same is not told to be better.
+    better = NONE if a == b else {"a": "A", "b": "B"}.get(metric.better or "", NONE)
     return [
         metric_name(metric.name),
-        str(quantity(metric.a, metric.unit)),
-        str(quantity(metric.b, metric.unit)),
+        a,
+        b,
         change(metric.b, metric.a),
         str(count(metric.n_a)),
         str(count(metric.n_b)),

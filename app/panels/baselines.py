@@ -238,7 +238,8 @@ class BaselinesPanel(QWidget):
 
     def show_comparison(self, comparison: Comparison) -> None:
         """Open the window that shows two side by side."""
-        self.dialog = CompareDialog(comparison, self.window())
+        titles = {view.info.id: view.info.title for view in self._console.knobs.views()}
+        self.dialog = CompareDialog(comparison, titles, self.window())
         self.dialog.restore_asked.connect(self._console.restore_configuration)
         self.dialog.show()
 

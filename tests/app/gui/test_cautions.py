@@ -166,7 +166,7 @@ def test_baselines_say_what_else_kept_the_machine_busy(window: MainWindow) -> No
     table.set_rows([made(quiet)[1]])
     assert table.data(table.index(0, len(HEADS) - 1)) == "valid"
     i18n.use("zh_CN")
-    dialog = CompareDialog(told, window)
+    dialog = CompareDialog(told, {}, window)
     shown = i18n.tr_engine(work[0])
     assert "0.9" in shown
     assert "其他进程" in shown

@@ -340,8 +340,11 @@ def test_baselines_are_saved_compared_restored_and_carried_over(
     dialog = panel.dialog
     assert isinstance(dialog, CompareDialog)
     settings = [dialog.config.model().index(i, 0).data() for i in range(dialog.config.model().rowCount())]
-    assert {"prefix cache", "prefix_cache"} & set(settings)
-    assert dialog.metrics.model().rowCount() > 5
+    assert settings[:2] == ["Running requests", "Prefix cache"], "as the window calls them"
+    metrics = dialog.metrics.model()
+    assert metrics.rowCount() > 5
+    cells = [[metrics.index(i, j).data() for j in (1, 2, 6)] for i in range(metrics.rowCount())]
+    assert {better for a, b, better in cells if a == b} == {"–"}
     assert dialog.comparison.warnings
     dialog.close()
 
