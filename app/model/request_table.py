@@ -33,7 +33,7 @@ class Column:
     tip: str
     text: Callable[[RequestView], str]
     right: bool = True
-    width: int = 86
+    width: int = 78
     cell_tip: Callable[[SessionModel, RequestView], str] | None = None  # of one cell, may be empty
 
 
@@ -190,10 +190,10 @@ COLUMNS: tuple[Column, ...] = (
         N_("waiting, prefill, decode, preempted; or how it ended."),
         state_text,
         right=False,
-        width=104,
+        width=148,
         cell_tip=_state_tip,
     ),
-    Column(N_("Prompt"), N_("Tokens of the prompt."), lambda v: str(count(v.row.prompt_tok)), width=60),
+    Column(N_("Prompt"), N_("Tokens of the prompt."), lambda v: str(count(v.row.prompt_tok)), width=68),
     Column(
         N_("Cached"),
         N_("Prompt tokens found in the prefix cache at first admission."),
@@ -201,7 +201,7 @@ COLUMNS: tuple[Column, ...] = (
         width=76,
         cell_tip=_cached_tip,
     ),
-    Column(N_("Output"), N_("Tokens generated so far."), lambda v: str(count(v.row.output_tok)), width=60),
+    Column(N_("Output"), N_("Tokens generated so far."), lambda v: str(count(v.row.output_tok)), width=64),
     Column(
         N_("Queue"),
         N_("From arrival to the first step that worked on it."),
@@ -219,7 +219,7 @@ COLUMNS: tuple[Column, ...] = (
             "draft brought."
         ),
         _drafts,
-        width=104,
+        width=82,
         cell_tip=_drafts_tip,
     ),
     Column(

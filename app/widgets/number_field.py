@@ -14,6 +14,7 @@ from PySide6.QtWidgets import QDoubleSpinBox, QSpinBox, QWidget
 
 from app.i18n import tr
 
+LEFT_MARGIN = 5  # the style sheet's padding does not reach the text of a field with arrows
 Verdict = tuple[QValidator.State, str, int]  # with the text and where its cursor stands
 _NUMBER = re.compile(r"[-+]?(\d+[.]?\d*|[.]\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _BEGUN = re.compile(r"[-+]?\d*[.]?\d*(e[-+]?\d*)?", re.IGNORECASE)
@@ -55,6 +56,7 @@ class IntField(QSpinBox):
         super().__init__(parent)
         self.setKeyboardTracking(False)
         self.setLocale(QLocale(QLocale.Language.English))  # as the console writes all numbers
+        self.lineEdit().setTextMargins(LEFT_MARGIN, 0, 0, 0)
 
     def validate(self, text: str, position: int) -> Verdict:
         found = super().validate(text, position)
@@ -80,6 +82,7 @@ class FloatField(QDoubleSpinBox):
         super().__init__(parent)
         self.setKeyboardTracking(False)
         self.setLocale(QLocale(QLocale.Language.English))
+        self.lineEdit().setTextMargins(LEFT_MARGIN, 0, 0, 0)
 
     def textFromValue(self, value: float) -> str:
         return number_text(value, self.decimals()).replace(",", "")
