@@ -200,8 +200,8 @@ class BaselinesPanel(QWidget):
         table.horizontalHeader().setHighlightSections(False)
         for i, width in enumerate(WIDTHS):
             table.setColumnWidth(i, width)
-        table.horizontalHeader().setSectionResizeMode(0, QHeaderView.ResizeMode.Stretch)
-        table.horizontalHeader().setSectionResizeMode(2, QHeaderView.ResizeMode.ResizeToContents)
+        for i in (0, 2):  # names share what the figures leave
+            table.horizontalHeader().setSectionResizeMode(i, QHeaderView.ResizeMode.Stretch)
         table.selectionModel().selectionChanged.connect(self._on_selection)
 
     @Slot()
