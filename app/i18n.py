@@ -17,6 +17,7 @@ import resources
 
 LANGUAGES = {"en": "English", "zh_CN": "简体中文"}
 _CACHE_MAX = 500
+_HOLE = re.compile(r"\{(\w+)\}")
 _COUNTED = re.compile(
     r" (?:prompt |good )?(?:token|request|block|step|tensor|file|GPU|new one|row|client)s\b"
 )
@@ -41,6 +42,7 @@ class Catalogue:
             content = json.loads(path.read_text(encoding="utf-8"))
             self.texts, self.templates = content["texts"], content["templates"]
             self.knobs = content["knobs"]
+        # The first that fits is taken: what ends with more words stands before what ends with a hole.
         self._patterns = [(_pattern(source), target) for source, target in self.templates.items()]
         self._cache: dict[str, str] = {}
 
@@ -73,7 +75,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 
     What is counted right behind a placeholder may also be one: ``{n} tokens`` fits "1 token".
     """
-    parts = re.split(r"\{(\w+)\}", template)
+    parts = _HOLE.split(template)
     made = [_literal(part) if i % 2 == 0 else f"(?P<{part}>.+?)" for i, part in enumerate(parts)]
     return re.compile("".join(made), re.DOTALL)
 

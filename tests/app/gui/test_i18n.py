@@ -133,6 +133,23 @@ def test_a_text_of_the_engine_is_matched_with_what_it_holds() -> None:
     assert i18n.tr_engine("something nobody foresaw") == "something nobody foresaw"
 
 
+def test_no_template_takes_in_what_a_later_one_says() -> None:
+    """The end of an engine soon after a change was half translated: a shorter template took it in."""
+    text = CATALOGUE.foreign(
+        "The engine's process has ended: it was killed by SIGKILL. That was 9.3 s after a change of its "
+        "configuration; a restart goes back to the one before."
+    )
+    assert text.startswith("引擎进程已结束：被 SIGKILL 终止。")
+    assert "9.3" in text
+    assert "change" not in text
+    swallowed = [
+        source
+        for source, target in CATALOGUE.templates.items()
+        if CATALOGUE.foreign(HOLES.sub("7", source)) != HOLES.sub("7", target)
+    ]
+    assert not swallowed
+
+
 TOLD = {"CannotMap", "ConfigError", "DeviceError", "MemoryError", "ModelError", "NoRoom"}
 """Errors of the engine whose text the console shows as it is, with advice."""
 TOLD_BY = {"varlen_rows.py", "varlen.py", "availability.py", "attention_choice.py", "cards.py", "hardware.py",
