@@ -48,9 +48,17 @@ struct Part {
             for (int m = 0; m < M; m++)
                 for (int v = 0; v < 2 * P; v++) sum[m][v] = Kind::GROUPED ? Floats{} : before(m, v);
             int64_t k = begin;
-#pragma GCC unroll 2  // or as many instructions tell where numbers are as multiply them
-            for (; k + Kind::STEP <= end; k += Kind::STEP)
+            const auto step = [&]() __attribute__((always_inline)) {
                 add<M, P>(readers, from + k, Kind::STEP, k < last ? AHEAD_BYTES : jump, sum);
+                k += Kind::STEP;
+            };
+            if constexpr (Kind::STEP == 1) {
+#pragma GCC unroll 2  // or as many instructions tell where numbers are as multiply them
+                while (k < end) step();
+            } else {
+#pragma GCC unroll 1  // with more, sums of many rows do not stay in registers
+                while (k + Kind::STEP <= end) step();
+            }
             if (k < end) add<M, P>(readers, from + k, int(end - k), jump, sum);
             for (int m = 0; m < M; m++)
                 for (int v = 0; v < 2 * P; v++) {
