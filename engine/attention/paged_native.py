@@ -109,6 +109,8 @@ class NativePlan:
 
 def _items(rows: Rows) -> Sequence[Ints]:
     """First token, number of tokens, position and row of each item, the ones with most work first."""
+    if rows.num_single == len(rows.num_new):  # an item each, and sorted by their length already
+        return [rows.starts, rows.num_new, rows.num_computed, np.arange(rows.num_single)]
     per_row = -(-rows.num_new // ITEM_TOKENS)
     row = np.repeat(np.arange(len(rows.num_new)), per_row)
     nth = np.arange(len(row)) - np.repeat(per_row.cumsum() - per_row, per_row)
