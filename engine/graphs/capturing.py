@@ -75,6 +75,10 @@ class Captures:
             self.lacked()
             return None
 
+    def forget_refused(self, kind: type) -> None:
+        """What shapes of a kind stand for has changed: what could not be captured may be tried again."""
+        self._refused = {shape: why for shape, why in self._refused.items() if not isinstance(shape, kind)}
+
     def lacked(self) -> None:
         """Memory ran out."""
         self._short_until_s = time.monotonic() + RETRY_S

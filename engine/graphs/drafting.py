@@ -107,7 +107,11 @@ class GraphedRounds:
         return len(self._entries)
 
     def drop(self) -> None:
-        """Forget the graphs, and static memory with them. What they worked in stays with other graphs."""
+        """Forget the graphs, with static memory, and which shapes could not be captured.
+
+        What they worked in stays with other graphs.
+        """
+        self._captures.forget_refused(RoundShape)
         self._captures.nbytes -= sum(entry.device.nbytes for entry in self._entries.values())
         self._entries.clear()
 

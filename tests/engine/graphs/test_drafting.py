@@ -397,6 +397,28 @@ def test_what_cannot_be_captured_is_made_with_waits(
         assert (found.drafted, found.drafts_read, dict(found.drafts_missed)) == (0, 0, {reason: steps})
 
 
+def test_what_one_drafter_could_not_have_captured_another_one_may(driver: FakeDriver) -> None:
+    """Its decoder is another, with kernels of its own."""
+    expected = tiny("llama")
+    engine = drafting("self", driver, spec_tokens=2)
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphedRounds, "_captured", failing)
+        engine.generate([expected.prompts[2]], GREEDY)
+    counts = engine.core.runner.graphs.counts
+    assert counts.drafted == 0
+    assert counts.drafts_missed["failed"] > 0
+    for kind in ("off", "draft"):
+        engine.set(speculation=kind)
+        engine.run()
+    engine.generate([expected.prompts[2]], GREEDY)
+    finish(engine)
+    assert counts.drafted > 0
+
+
 def test_rounds_share_the_budget_of_all_graphs(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A12: what would pass it is not captured, and counted; what was captured is told with the other graphs,
     and its static memory goes when drafts are switched off."""
