@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 MAX_PROMPT_CHARS = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 20
