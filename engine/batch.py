@@ -39,7 +39,8 @@ class RowRequest(SampledRequest, Protocol):
 class ScheduledRow(Protocol):
     """One request of a step: ``num_new`` tokens from position ``num_computed`` on, then those of ``draft``.
 
-    Only where the tokens reach the newest one, and that one is there, may a draft follow them.
+    Only where the tokens reach the newest one may a draft follow them, and where that one is pending, only a
+    draft which the device alone knows too.
     """
 
     @property
@@ -64,6 +65,7 @@ class TextRow:
     sampling: Sampling = field(default_factory=Sampling)
     draft: Draft = NO_DRAFT
     drafted: Sequence[int] = ()
+    num_maybe: int = 0
 
     @property
     def request(self) -> TextRow:
@@ -74,7 +76,6 @@ class TextRow:
         return len(self.token_ids)
 
     num_prompt = num_known = num_tokens
-    num_maybe = 0
 
 
 class Plan(Protocol):
@@ -213,13 +214,17 @@ class BatchBuilder:
     """Builds batches for one pool. Slot rows are kept between steps and grow as needed.
 
     ``window`` is the largest attention window over all layers, None if a layer sees everything: blocks that
-    lie wholly outside it need not be there.
+    lie wholly outside it need not be there. ``most_moved``: tokens beside a draft's that a row may have which
+    follows one that nobody has judged, the newest among them.
     """
 
-    def __init__(self, block_size: int, num_blocks: int, window: int | None = None) -> None:
+    def __init__(
+        self, block_size: int, num_blocks: int, window: int | None = None, *, most_moved: int = 1
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.window = window
+        self._most_moved = most_moved
         self._tables: Ints = np.zeros((16, 16), dtype=np.int64)
         self._held: dict[int, list[int]] = {}  # slot -> the block table that its row holds
 
@@ -244,12 +249,14 @@ class BatchBuilder:
         finishing = num_new + num_computed == known
         self._check(requests, num_new, num_new + num_computed, known)
         if drafted.any():
-            self._check_drafts(requests, drafted, finishing)
+            self._check_drafts(scheduled, drafted, finishing)
+        if reach.any():
+            self._check_moving(requests, reach, num_new, finishing)
         num_new += drafted
         lengths = num_new + num_computed
         covered = self._check_covered(requests, lengths)
         if reach.any():
-            self._check_moving(requests, reach, num_new, finishing)
+            self._check_reach(requests, reach, num_new, lengths, covered)
             reach = np.minimum(reach, covered - lengths)
         # Equal small numbers of tokens side by side, the longest context first, so that attention finds its
         # buckets as ranges of rows.
@@ -311,23 +318,36 @@ class BatchBuilder:
                 f"{known[i]} tokens"
             )
 
-    def _check_drafts(self, requests: Sequence[RowRequest], drafted: Ints, finishing: Ints) -> None:
+    def _check_drafts(self, scheduled: Sequence[ScheduledRow], drafted: Ints, finishing: Ints) -> None:
         for i in np.flatnonzero(drafted).tolist():
-            if not finishing[i] or requests[i].num_known != requests[i].num_tokens:
+            request, source = scheduled[i].request, scheduled[i].draft.source
+            if not finishing[i] or (request.num_known != request.num_tokens and source is None):
                 raise ValueError(
-                    f"request {requests[i].rid}: {drafted[i]} tokens are drafted behind a token that is not "
+                    f"request {request.rid}: {drafted[i]} tokens are drafted behind a token that is not "
                     "computed in this step, or not known yet"
                 )
 
     def _check_moving(
         self, requests: Sequence[RowRequest], maybe: Ints, num_new: Ints, finishing: Ints
     ) -> None:
-        wrong = (maybe > 0) & ((num_new != 1) | ~finishing)
+        wrong = (maybe > 0) & ((num_new > self._most_moved) | ~finishing)
         if wrong.any():
             i = int(wrong.argmax())
             raise ValueError(
                 f"request {requests[i].rid}: {num_new[i]} new tokens planned behind {maybe[i]} drafted ones; "
                 "only its newest token may be before it is known how many of those hold"
+            )
+
+    def _check_reach(
+        self, requests: Sequence[RowRequest], maybe: Ints, num_new: Ints, lengths: Ints, covered: Ints
+    ) -> None:
+        """One token may come to lie beyond the blocks, of several some might count that do."""
+        wrong = (num_new > 1) & (maybe > covered - lengths)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ValueError(
+                f"request {requests[i].rid}: tokens up to {lengths[i]} planned behind {maybe[i]} drafted "
+                f"ones, but its blocks have room for {covered[i]} tokens; draft less"
             )
 
     def _check_covered(self, requests: Sequence[RowRequest], lengths: Ints) -> Ints:

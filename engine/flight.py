@@ -28,6 +28,11 @@ class Flight:
     copied_blocks: int = 0
     copying: Timer | None = None  # where any were copied
 
+    @property
+    def slots(self) -> dict[int, int]:
+        """The slot that a token is chosen for here, by request."""
+        return {row.rid: row.slot for row in self.prepared.batch.sampled_rows}
+
     def feeds(self, prepared: Prepared) -> dict[int, int] | None:
         """Whether a step may be launched right behind this one, as the tokens that it lacks are chosen here.
 
@@ -39,7 +44,7 @@ class Flight:
         if mine is None or mine is not other:
             return None
         # One that was preempted meanwhile may have come back in another slot.
-        here = {row.rid: row.slot for row in self.prepared.batch.sampled_rows}
+        here = self.slots
         lacking = {request.rid for _, request, _ in prepared.batch.pending}
         return {rid: here[rid] for rid in lacking} if here.keys() >= lacking else None
 

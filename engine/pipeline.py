@@ -16,19 +16,21 @@ What a plan assumes is marked when it is launched (or when the step before has l
 not when its result is known, so the next plan goes on from there; a plan that is never launched has only
 taken blocks and seats.
 
-Drafts are only put into a step that is staged while none is in flight, as they follow the newest token: those
-that are looked up need the text itself, which is on the host, and how many tokens a model drafts depends on
-what was accepted until then. Where tokens are chosen on the device a model's drafts are only launched
-(`StepPlan.launched`): round by round they feed each other, and the step that verifies them, so that the host
-waits once for all of it. What was drafted comes to it with what the step chose. A step that cannot be
-replayed with its choice is computed once the host has read its drafts.
+Drafts follow the newest token. Those that are looked up need the text itself, which is on the host, so they
+are only put into a step that is staged while none is in flight. Where tokens are chosen on the device a
+model's drafts are only launched (`StepPlan.launched`): round by round they feed each other, and the step that
+verifies them, and the first begins with what the step in flight chooses. What was drafted comes to the host
+with what the step chose. A step that cannot be replayed with its choice is computed once the host has read
+its drafts.
 
 Behind a step with drafts nobody knows how many tokens it will bring, and on that depend the positions, the
-blocks and the contexts' lengths of the next one. Where it is known that this one will have no drafts it is
-staged all the same, as if none of those held: launched behind the other its rows are moved on the device to
-where they belong (see `engine.graphs.moving`), and else it is prepared again when that has landed. But only
-where nobody could start in it: there would be something to compute that is not moved, and who was preempted
-meanwhile would start over from tokens that nobody knows.
+blocks and the contexts' lengths of the next one, and of the rounds that draft for it. It is staged all the
+same, as if none of those held: launched behind the other, rounds and rows are moved on the device to where
+they belong (see `engine.graphs.moving`), and a step that is not launched there is prepared again when that
+has landed. But only where nobody could start in it: there would be something to compute that is not moved,
+and who was preempted meanwhile would start over from tokens that nobody knows. And how many tokens to draft
+is chosen by what was learned until then, and so that they fit even if all of those hold. Where drafts wait
+for the host instead, it is counted why (`GraphCounts.drafts_waited`).
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from engine.plan import StepPlan
 from engine.request import Request
 from engine.runner import CopyFailed, ModelRunner, Prepared, StepOutput
 from engine.scheduler import Scheduler
+from engine.speculation.launched import LaunchedDrafts
 from engine.speculation.speculator import Speculator
 from engine.staged_step import Step
 from ipc.messages import ErrorCode
@@ -91,6 +94,7 @@ class Pipeline:
         self._worker = ForwardWorker(clock_ns)
         self._flight: Step | None = None
         self._ahead: Step | None = None  # launched, while the one before has not landed
+        self._drafting: LaunchedDrafts | None = None  # behind the step in flight
         self._copies_lost = False  # of a step that was to be launched ahead
         self._unlaunched = StepPlan()  # what plans that were not launched did all the same
         self._ended_ns = 0  # of the last step that landed
@@ -103,9 +107,22 @@ class Pipeline:
 
     def may_stage_ahead(self) -> bool:
         """Whether the next step may be staged behind the one in flight, as far as drafts go."""
-        if self._flight is not None and self._flight.plan.draft_tokens:
-            return self._may_stage_behind_drafts(self._flight)
-        return not self._speculator.wants_next or not any(r.num_pending for r in self._scheduler.running)
+        step, speculator = self._flight, self._speculator
+        behind = step is not None and step.plan.draft_tokens > 0
+        pending = any(request.num_pending for request in self._scheduler.running)
+        if speculator.would_look if behind else speculator.wants_next and pending:
+            why = self._why_drafts_wait()
+            if why:
+                self._note_waits(why)
+                return False
+        if not behind:
+            return True
+        if step is None or step.flight is None:
+            return False
+        if not self._scheduler.make_way():
+            self._note_waits("room")
+            return False
+        return True
 
     def holds(self, request: Request) -> bool:
         """Whether the step in flight computes something for a request."""
@@ -129,6 +146,13 @@ class Pipeline:
         if self._flight is None:
             clock.planned = self._clock_ns()
             clock.draft = self._speculator.draft(plan, self._scheduler, self._clock_ns)
+            drafted = self._clock_ns()
+        elif self._flight.flight is not None and not self._why_drafts_wait():
+            clock.planned = self._clock_ns()
+            clock.draft = self._speculator.draft(
+                plan, self._scheduler, self._clock_ns, self._flight.flight.slots
+            )
+            self._drafting = plan.launched
             drafted = self._clock_ns()
         else:
             self._speculator.pass_over(plan)
@@ -174,6 +198,7 @@ class Pipeline:
             self._runner.graphs.forget_texts()
             for slot in step.freed_slots:
                 self._runner.release(slot)
+        self._speculator.settle(step.plan)
         self._unlaunched.absorb(step.plan)
 
     def launch_ahead(self, step: Step) -> None:
@@ -258,6 +283,7 @@ class Pipeline:
             self._runner.release(slot)
         step.clock.computed = self._computed_ns = outcome.ended_ns
         copies_lost, self._copies_lost = self._copies_lost, False
+        drafting, self._drafting = self._drafting, None
         landing: Landing
         if outcome.out is None:
             landing = self._fail(step, outcome.error)
@@ -265,9 +291,12 @@ class Pipeline:
             self._accept(step, outcome.out)
             bad = any(outcome.out.nonfinite) or outcome.out.dropped_nonfinite
             landing = "doubtful" if bad else "clean"
+            rows = zip(step.plan.scheduled, outcome.out.accepted, strict=True)
+            accepted = {row.request.rid: count for row, count in rows}
             if self._ahead is not None and self._ahead.prepared is not None and not bad:
-                rows = zip(step.plan.scheduled, outcome.out.accepted, strict=True)
-                self._runner.settle(self._ahead.prepared, {row.request.rid: count for row, count in rows})
+                self._runner.settle(self._ahead.prepared, accepted)
+            if drafting is not None and not bad:
+                drafting.move(accepted)
         return "copies lost" if copies_lost else landing
 
     def abandon(self) -> None:
@@ -286,9 +315,20 @@ class Pipeline:
         """End the computing thread."""
         self._worker.stop()
 
-    def _may_stage_behind_drafts(self, step: Step) -> bool:
-        """Whether a step may be staged behind this one, in flight, whose drafts nobody has judged yet."""
-        return step.flight is not None and not self._speculator.would_look and self._scheduler.make_way()
+    def _why_drafts_wait(self) -> str:
+        """In a word why drafts are put into no step behind the one in flight, "" if they may be."""
+        step = self._flight
+        if step is None or step.flight is None:
+            return "computed"  # by the other thread, or not at all
+        if step.plan.draft_tokens and step.plan.launched is None:
+            return "text"  # what it verifies is on the host
+        decoding = [each for each in self._scheduler.running if each.num_known - each.num_computed == 1]
+        return self._speculator.why_waits(decoding)
+
+    def _note_waits(self, why: str) -> None:
+        """Count a step that is staged when the tokens before were read, as a model drafts for it."""
+        if self._speculator.makes_on_device:
+            self._runner.graphs.counts.drafts_waited[why] += 1
 
     def _prepare(self, step: Step, begin_ns: int) -> None:
         step.prepared, step.error = None, None
@@ -322,10 +362,10 @@ class Pipeline:
     def _accept(self, step: Step, out: StepOutput) -> None:
         plan, clock = step.plan, step.clock
         # The device drafted while the host went on: what it took beyond that is the draft's too, and hid what
-        # the host prepared meanwhile.
+        # the host prepared meanwhile, unless the step before hid that.
         more = max(0, self._speculator.settle(plan) - clock.draft)
         clock.draft += more
-        clock.hidden += min(more, clock.prepare)
+        clock.hidden = max(clock.hidden, min(more, clock.prepare))
         out.copied_blocks += plan.copied_blocks
         out.copy_s += plan.copy_s
         forward_ns = round(out.forward_s * 1e9)

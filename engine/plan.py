@@ -110,6 +110,8 @@ class StepPlan:
         self.scheduled = [row for row in self.scheduled if id(row) not in gone]
         for row in rows:
             start = row.request.num_computed
+            self.draft_requests -= bool(row.draft)
+            self.draft_tokens -= len(row.draft)
             if row.num_new == 1 and start >= row.request.num_prompt and start + 1 >= row.request.num_known:
                 self.decode_requests -= 1
                 self.decode_tokens -= 1

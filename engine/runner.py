@@ -79,6 +79,13 @@ class ModelRunner(RunningModel):
         with torch.inference_mode():
             return self.graphs.rounds_for(shapes, outside, runs_with, *target)
 
+    def why_no_rounds(self, shapes: Collection[RoundShape], runs_with: RunsWith) -> str:
+        """Why the rounds of the next step's drafts would not be replayed. See `Graphs.why_no_rounds`."""
+        make_current(self.device)
+        target = self._attention, self._pool(), self._windowed, self.max_len
+        with torch.inference_mode():
+            return self.graphs.why_no_rounds(shapes, runs_with, *target)
+
     def drop_rounds(self) -> None:
         """Forget the graphs of rounds: what they draft with goes."""
         self.graphs.drop_rounds()

@@ -401,6 +401,7 @@ class GraphUse(_Struct, frozen=True, kw_only=True):
     drafted_n: UInt = 0  # whose drafts a model made in replayed rounds that nobody waited for
     drafts_missed_n: Counts = {}  # whose drafts a model made in rounds that the host read, by reason
     drafts_read_n: UInt = 0  # of the first, those whose drafts the host had to read before it verified them
+    drafts_waited_n: Counts = {}  # steps made when the tokens before were read, for drafts' sake, by reason
     graphs_n: UInt = 0  # that are held now
     graph_bytes: UInt = 0  # of device memory that they took
     budget_bytes: UInt = 0  # past which none is captured

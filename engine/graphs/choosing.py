@@ -138,8 +138,9 @@ class GraphChooser:
         self.counts.launched()
 
     def feed(self, ids: Tensor, shape: GraphShape) -> Tensor:
-        """Ids of a step's tokens, those that are `awaited` replaced by what the device has of their slot."""
-        return ids if shape.kind == "logits" else self.newest.known(ids)
+        """Ids of a step's tokens, those that are `awaited` replaced by what the device has of their slot: -1
+        for no token."""
+        return ids if shape.kind == "logits" else self.newest.found(ids)
 
     def move(self, positions: Tensor, slots: Tensor, words: Tensor, shape: GraphShape) -> Tensor:
         """Move a step behind the drafts that the one before it accepted. Returns by how much, [rows].
@@ -147,9 +148,9 @@ class GraphChooser:
         Changes positions and slots [tokens], and in words, what `fill` wrote, which random numbers are drawn.
         """
         packed, _, _, _, _, moves = torch.split(words, self._sizes(shape))
-        by = self.moves.move(moves, slots, shape.rows)
-        positions += by
-        packed.view(CHOICE_WORDS, shape.tokens)[POSITION_WORD] += by
+        by, each = self.moves.move(moves, slots, shape.rows)
+        positions += each
+        packed.view(CHOICE_WORDS, shape.tokens)[POSITION_WORD] += each
         return by
 
     def choose(
@@ -164,8 +165,8 @@ class GraphChooser:
         """Choose tokens from logits [tokens, vocab_size], which are changed; an id of -1: not finite.
 
         words: what `fill` wrote, on the device. result: what comes of it, but for ``finite``. given: ids of
-        the step's tokens, where any were drafted. proposals: see `GraphRejection.judge`, where drafts were
-        drawn. Launches only what depends on the shape.
+        the step's tokens, where any were drafted, -1 for no token. proposals: see `GraphRejection.judge`,
+        where drafts were drawn. Launches only what depends on the shape.
         """
         ids = result.ids
         if self._padded is not None:

@@ -82,7 +82,7 @@ class DirectForward:
         chooser, decoder, out = self._chooser, self._decoder, Result.of(chosen, choice, tokens)
 
         def body() -> None:
-            known = chooser.feed(device[:tokens], choice)
+            known = chooser.feed(device[:tokens], choice).clamp(min=0)
             with forward_pass():
                 logits = decoder.forward(
                     known, inputs.positions, inputs.slots, inputs.attention, self._kv, inputs.wanted

@@ -3,6 +3,9 @@
 A round computes the newest token of each request that is drafted for, and chooses the one that it would go on
 with. As that is taken from and put to where all steps find what is not on the host yet (`Newest`), the rounds
 of a step and its verification are launched one behind the other, and nobody waits for any of them.
+
+They may be launched behind another step's verification too. Then they are moved to where they belong, as the
+step that they are made for is (see `engine.graphs.moving`).
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionPlan, Ints
 from engine.batch import Batch
 from engine.graphs.capturing import Captures
-from engine.graphs.choosing import CHOICE_WORDS, GraphChooser
+from engine.graphs.choosing import CHOICE_WORDS, POSITION_WORD, GraphChooser
 from engine.graphs.driver import Arrival, Captured, Driver
 from engine.graphs.forward import Capturable, empty_rows
+from engine.graphs.moving import words_to_move
 from engine.graphs.newest import NOBODY, cell_of
 from engine.graphs.shapes import NO_SLOT, ROWS
 from engine.kv_cache import KVCache
@@ -37,15 +41,19 @@ MOST_QUERIES = 2  # the token before the newest one too, where the draft before 
 
 @dataclass(frozen=True, slots=True)
 class RoundShape:
-    """Up to ``rows`` requests of up to ``queries`` tokens to compute, each of which gets one token."""
+    """Up to ``rows`` requests of up to ``queries`` tokens to compute, each of which gets one token.
+
+    ``moved``: they lie behind drafts of the step before.
+    """
 
     rows: int
     queries: int
+    moved: bool = False
 
     @classmethod
-    def of(cls, rows: int, queries: int) -> RoundShape:
+    def of(cls, rows: int, queries: int, *, moved: bool = False) -> RoundShape:
         """The smallest one for so many requests, or the largest that there is."""
-        return cls(ROWS[min(bisect_left(ROWS, rows), len(ROWS) - 1)], queries)
+        return cls(ROWS[min(bisect_left(ROWS, rows), len(ROWS) - 1)], queries, moved)
 
     @property
     def tokens(self) -> int:
@@ -53,7 +61,7 @@ class RoundShape:
         return self.rows * self.queries
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.queries}+draft"
+        return f"{self.rows}x{self.queries}+draft{'+moved' * self.moved}"
 
 
 @dataclass(slots=True)
@@ -143,7 +151,7 @@ class GraphedRounds:
         """
         entry = self._entries[shape]
         host = self._driver.host(len(entry.device))
-        ids, positions, slots, wanted, cells, choice, attention = np.split(
+        ids, positions, slots, wanted, cells, choice, moves, attention = np.split(
             host.numpy(), np.cumsum(self._sizes(shape))
         )
         count = len(batch.ids)
@@ -153,6 +161,8 @@ class GraphedRounds:
         cells[: len(rows)] = [cell_of(row.slot, place) for row in rows]
         cells[len(rows) :] = NOBODY
         choice[:] = self._pack(rows, shape)
+        if shape.moved:
+            self._chooser.moves.fill_moves(moves, shape.rows, shape.tokens, batch)
         attention[:] = self._attention.pack(batch.rows, shape.rows, self._max_blocks)
         self._driver.send(host, entry.device)
         entry.captured.replay()
@@ -165,9 +175,10 @@ class GraphedRounds:
 
     def _sizes(self, shape: RoundShape) -> list[int]:
         """Words of: ids, positions and slots of tokens; whose logits are wanted, where what these come to is
-        kept, and what it takes to choose it, of rows. Attention has the rest.
+        kept, and what it takes to choose it, of rows; and how all that is moved. Attention has the rest.
         """
-        return [*[shape.tokens] * 3, *[shape.rows] * 2, CHOICE_WORDS * shape.rows]
+        moves = words_to_move(shape.rows, shape.tokens) if shape.moved else 0
+        return [*[shape.tokens] * 3, *[shape.rows] * 2, CHOICE_WORDS * shape.rows, moves]
 
     def _pack(self, rows: Sequence[SampledRequest], shape: RoundShape) -> Ints:
         """What choosing takes, as the target would choose it at that place."""
@@ -195,14 +206,21 @@ class GraphedRounds:
         sizes = self._sizes(shape)
         words = sum(sizes) + len(self._attention.pack(rows, shape.rows, self._max_blocks))
         device = torch.zeros(words, dtype=torch.int64, device=self._kv.device)
-        ids, positions, slots, wanted, cells, choice, packed = torch.split(
+        ids, positions, slots, wanted, cells, choice, moves, packed = torch.split(
             device, [*sizes, words - sum(sizes)]
         )
         slots.fill_(NO_SLOT)
         cells.fill_(NOBODY)
         chooser, decoder, plans = self._chooser, self._decoder, list[AttentionPlan]()
+        if shape.moved:
+            chooser.moves.clear_moves(moves, shape.rows, shape.tokens)
 
         def body() -> None:
+            if shape.moved:
+                by, each = chooser.moves.move(moves, slots, shape.rows)
+                positions.add_(each)
+                choice.view(CHOICE_WORDS, shape.rows)[POSITION_WORD].add_(by)
+                self._attention.move(packed, by)
             plans[:] = [self._attention.plan(rows, self._kv, self._spec, lambda ints: packed)]
             logits = decoder.forward(
                 chooser.newest.known(ids), positions, slots, plans[0], self._kv,

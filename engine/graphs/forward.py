@@ -63,6 +63,7 @@ class GraphCounts:
     ahead: int = 0  # launched behind a step whose tokens were not read yet, replayed or not
     drafted: int = 0  # steps whose drafts were made in replayed rounds
     drafts_missed: Counter[str] = field(default_factory=Counter)  # in rounds that the host read, why
+    drafts_waited: Counter[str] = field(default_factory=Counter)  # until tokens were read, by reason
     drafts_read: int = 0  # of ``drafted``, those whose drafts the host had to read before they were verified
 
 
@@ -331,11 +332,12 @@ class GraphedForward:
             entry.proposals = self._take(self._proposals, shape.tokens)
 
         def body() -> None:
-            known = ids if chooser is None else chooser.feed(ids, shape)
+            given = ids if chooser is None else chooser.feed(ids, shape)
             if shape.moved:
                 assert chooser is not None  # else there are no such shapes
                 self._attention.move(packed, chooser.move(positions, slots, choice, shape))
             entry.plan = self._attention.plan(rows, self._kv, self._spec, lambda ints: packed)
+            known = given.clamp(min=0)
             logits = self._decoder.forward(known, positions, slots, entry.plan, self._kv, None)
             finite = self._decoder.finite
             assert finite is not None
@@ -344,7 +346,7 @@ class GraphedForward:
                 entry.logits.copy_(logits)
                 return
             assert chooser is not None  # else there are no such shapes
-            chooser.choose(logits, choice, shape, result, known, entry.proposals)
+            chooser.choose(logits, choice, shape, result, given, entry.proposals)
 
         return body
 

@@ -51,14 +51,19 @@ class Moves:
         if not shape.feeds:
             return 0, 0
         leaves = shape.rows if shape.queries == 1 else 3 * shape.rows
-        return leaves, (2 + PLACES) * shape.rows if shape.moved else 0
+        return leaves, words_to_move(shape.rows, shape.tokens) if shape.moved else 0
 
     def clear(self, leaves: Tensor, moves: Tensor, shape: GraphShape) -> None:
         """Let nothing be left to any slot and nothing be written, by words that are zeros otherwise."""
         leaves[: shape.rows].fill_(NOBODY)
         if shape.moved:
-            moves[: shape.rows].fill_(NOBODY)
-            moves[2 * shape.rows :].fill_(NO_SLOT)
+            self.clear_moves(moves, shape.rows, shape.tokens)
+
+    @staticmethod
+    def clear_moves(moves: Tensor, rows: int, tokens: int) -> None:
+        """Let nothing be moved and nothing be written."""
+        moves[:rows].fill_(NOBODY)
+        moves[2 * rows + tokens :].fill_(NO_SLOT)
 
     def fill(self, leaves: Ints, moves: Ints, shape: GraphShape, batch: Batch) -> None:
         """Write what a step needs for both."""
@@ -73,15 +78,15 @@ class Moves:
             drafted[:count] = list(map(len, batch.drafts))
             firsts[1:count] = (drafted[: count - 1] + 1).cumsum()
         if shape.moved:
-            self._fill_moves(moves, shape, batch)
+            self.fill_moves(moves, shape.rows, shape.tokens, batch)
 
     def leave(
         self, ids: Tensor, given: Tensor, leaves: Tensor, shape: GraphShape, judged: Judged | None
     ) -> None:
         """Keep what the next step may be fed: how many tokens of each draft hold, and the one behind these.
 
-        ids: [tokens], chosen at each place. given: [tokens], the step's own, drafted ones among them. leaves:
-        what `fill` wrote, on the device. judged: of drafts that were drawn.
+        ids: [tokens], chosen at each place. given: [tokens], the step's own, drafted ones among them, -1 for
+        one that never holds. leaves: what `fill` wrote, on the device. judged: of drafts that were drawn.
         """
         if shape.queries == 1:
             self._newest.put(leaves, ids)
@@ -90,8 +95,8 @@ class Moves:
         place = torch.arange(shape.queries - 1, device=ids.device)
         at = firsts.unsqueeze(1) + place
         last = shape.tokens - 1
-        holds = ids[at.clamp(max=last)] == given[(at + 1).clamp(max=last)]
-        holds &= place < drafted.unsqueeze(1)
+        draft = given[(at + 1).clamp(max=last)]
+        holds = (ids[at.clamp(max=last)] == draft) & (draft >= 0) & (place < drafted.unsqueeze(1))
         accepted = holds.long().cumprod(dim=1).sum(dim=1)
         newest = ids[firsts + accepted]
         if judged is not None:
@@ -99,28 +104,40 @@ class Moves:
             newest = judged.own.where(judged.drawn, newest)
         self.accepted.index_copy_(0, slots, accepted)
         self._newest.put(slots, newest)
+        self._newest.put_before(slots, given[firsts + accepted])
 
-    def move(self, moves: Tensor, slots: Tensor, rows: int) -> Tensor:
-        """Write to slots [rows] where keys and values go. Returns by how many positions rows move [rows].
+    def move(self, moves: Tensor, slots: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Write to slots [tokens] where keys and values go. Returns by how many positions rows move [rows],
+        and their tokens [tokens].
 
-        moves: what `fill` wrote, on the device.
+        moves: what `fill_moves` wrote, on the device.
         """
-        sources, reach, places = torch.split(moves, [rows, rows, PLACES * rows])
+        tokens = len(slots)
+        sources, reach, row_of, places = torch.split(moves, [rows, rows, tokens, PLACES * tokens])
         accepted = self.accepted.index_select(0, sources)
-        slots.copy_(places.view(rows, PLACES).gather(1, accepted.unsqueeze(1)).squeeze(1))
-        return torch.minimum(accepted, reach)
+        there = accepted.index_select(0, row_of).unsqueeze(1)
+        slots.copy_(places.view(tokens, PLACES).gather(1, there).squeeze(1))
+        by = torch.minimum(accepted, reach)
+        return by, by.index_select(0, row_of)
 
     @staticmethod
-    def _fill_moves(words: Ints, shape: GraphShape, batch: Batch) -> None:
-        sources, reach, places = np.split(words, [shape.rows, 2 * shape.rows])
-        places = places.reshape(shape.rows, PLACES)
-        count, rows = len(batch.sampled_rows), batch.rows
-        sources[:], reach[:], places[:] = NOBODY, 0, NO_SLOT
-        reach[:count], places[:count, 0] = batch.reach, batch.slots
-        moving = [i for i, row in enumerate(batch.sampled_rows) if row.num_maybe]
-        sources[moving] = [batch.source_of(batch.sampled_rows[i]) for i in moving]
-        steps = np.arange(PLACES)
-        at = np.array(moving)[:, None]
-        block, offset = np.divmod(rows.num_computed[at] + steps, rows.block_size)
-        found = rows.tables[at, block.clip(max=rows.tables.shape[1] - 1)] * rows.block_size + offset
-        places[moving] = np.where(steps <= batch.reach[at], found, NO_SLOT)
+    def fill_moves(words: Ints, rows: int, tokens: int, batch: Batch) -> None:
+        """Write how a batch is to be moved, all of whose rows are sampled, in a shape of so many of both."""
+        sources, reach, row_of, places = np.split(words, np.cumsum([rows, rows, tokens]))
+        places = places.reshape(tokens, PLACES)
+        sampled, there, count = batch.sampled_rows, batch.rows, len(batch.ids)
+        sources[:], reach[:], row_of[:], places[:] = NOBODY, 0, 0, NO_SLOT
+        reach[: len(sampled)], places[:count, 0] = batch.reach, batch.slots
+        row_of[:count] = np.repeat(np.arange(len(sampled)), there.num_new)
+        moves = np.array([row.num_maybe > 0 for row in sampled])
+        sources[: len(sampled)][moves] = [batch.source_of(row) for row in sampled if row.num_maybe]
+        moving = np.flatnonzero(moves[row_of[:count]])
+        row, steps = row_of[moving][:, None], np.arange(PLACES)
+        block, offset = np.divmod(batch.positions[moving][:, None] + steps, there.block_size)
+        found = there.tables[row, block.clip(max=there.tables.shape[1] - 1)] * there.block_size + offset
+        places[moving] = np.where(steps <= batch.reach[row], found, NO_SLOT)
+
+
+def words_to_move(rows: int, tokens: int) -> int:
+    """Words of 64 bits: whose drafts rows follow, how far they reach, tokens' rows and where they may go."""
+    return 2 * rows + (1 + PLACES) * tokens

@@ -24,8 +24,8 @@ class GraphShape:
     """Up to ``rows`` requests of up to ``queries`` new tokens each.
 
     Where tokens are chosen: ``drawn``, drafts are held against the probabilities that they were drawn from;
-    ``logprobs``, log-probabilities are made too; ``moved``, rows of one token each lie behind drafts of the
-    step before, see `engine.graphs.moving`.
+    ``logprobs``, log-probabilities are made too; ``moved``, rows lie behind drafts of the step before,
+    see `engine.graphs.moving`.
     """
 
     rows: int

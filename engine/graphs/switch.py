@@ -112,6 +112,7 @@ class Graphs:
             drafted_n=counts.drafted,
             drafts_missed_n=dict(counts.drafts_missed),
             drafts_read_n=counts.drafts_read,
+            drafts_waited_n=dict(counts.drafts_waited),
             graphs_n=0 if forward is None else forward.num_graphs,
             graph_bytes=0 if forward is None else forward.nbytes,
             budget_bytes=BUDGET_BYTES,
@@ -143,7 +144,7 @@ class Graphs:
         max_len: int,
     ) -> GraphedRounds | None:
         """What replays the rounds of a step's drafts, in all of these shapes; None, and counted by the
-        reason, if that cannot be.
+        reason, if that cannot be. Without shapes nothing is to be drafted, or counted.
 
         outside: in a word why what is drafted needs the host, "" if it does not. The rest: see `step_for`.
         """
@@ -154,10 +155,25 @@ class Graphs:
             rounds = self._rounds(runs_with, attention, kv, spec, max_len)
         why = rounds if isinstance(rounds, str) else rounds.why_not(shapes)
         if why or isinstance(rounds, str):
-            self.counts.drafts_missed[why] += 1
+            self.counts.drafts_missed[why] += bool(shapes)
             return None
-        self.counts.drafted += 1
+        self.counts.drafted += bool(shapes)
         return rounds
+
+    def why_no_rounds(
+        self,
+        shapes: Collection[RoundShape],
+        runs_with: RunsWith,
+        attention: AttentionBackend,
+        kv: KVCache,
+        spec: ModelSpec,
+        max_len: int,
+    ) -> str:
+        """In a word why rounds of these shapes would not be replayed, "" if they would. Counts nothing."""
+        if self._driver is None:
+            return "off"
+        rounds = self._rounds(runs_with, attention, kv, spec, max_len)
+        return rounds if isinstance(rounds, str) else rounds.why_not(shapes)
 
     def drop_rounds(self) -> None:
         """Forget the graphs of rounds."""

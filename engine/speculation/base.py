@@ -71,7 +71,8 @@ class Drafter(Protocol):
     be asked about a request for the first time in the middle of its answer, again after steps in which it was
     not asked, in another slot after a preemption, and about one whose output was cut. It reads
     ``request.token_ids`` alone, which hold verified tokens only, so a rejected draft needs no undoing. A
-    drafter that catches up over several steps proposes nothing meanwhile.
+    drafter that catches up over several steps proposes nothing meanwhile. Only one that drafts on the device
+    is asked while a request's newest token is pending (see `engine.speculation.rounds`).
     """
 
     @property

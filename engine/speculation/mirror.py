@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.batch import RowRequest, TextRow
+from engine.graphs.newest import awaited
 from engine.request import NO_BLOCK
 
 SHORT_WINDOW = 256  # tokens that are caught up with at once, or nearly so
@@ -48,8 +49,17 @@ class Mirror(TextRow):
         self.token_ids[kept:] = request.token_ids[skipped + kept :]
         self.block_table = request.block_table[self.first_block :]
         self.num_computed = kept
+        self.num_maybe = 0
         self.agreed = len(self.token_ids)
         self.owned = -(-self.agreed // block_size) * block_size
+
+    def await_newest(self, request: RowRequest) -> None:
+        """The newest token is pending, and the one that was it until now is to be computed with it.
+
+        That was computed before, unless a draft before it holds as a whole: the device knows which it is.
+        """
+        self.token_ids.append(awaited(self.slot))
+        self.num_maybe = request.num_maybe
 
     def _same_tokens(self, token_ids: list[int], skipped: int) -> int:
         """How many leading tokens are the request's, less its newest. What was verified is not looked at."""

@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 
 from engine.attention.base import AttentionBackend, ToDevice
 from engine.batch import RowRequest, TextRow
+from engine.graphs.drafting import MOST_QUERIES
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
+from engine.request import NO_BLOCK
 from engine.speculation.base import MAX_DRAFT, NO_DRAFT, Draft
 from engine.speculation.mirror import Mirror
 from engine.speculation.proposals import ProposalSampler
-from engine.speculation.rounds import ReplaysRounds, RoundDrafter, Work, settings
+from engine.speculation.rounds import ReplaysRounds, RoundDrafter, Work, known_of, settings
 from ipc.messages import Sampling
 
 CATCH_UP = 256  # tokens that one call computes at most beside those of drafts, over all requests
@@ -36,6 +38,7 @@ class ModelDrafter(RoundDrafter):
     """
 
     name = "draft"
+    most_behind = MOST_QUERIES
 
     def __init__(
         self,
@@ -77,18 +80,20 @@ class ModelDrafter(RoundDrafter):
         behind: list[Mirror] = []
         budget = self._catch_up
         for i, (request, count) in enumerate(zip(requests, k, strict=True)):
-            mirror = self._mirror_of(request) if count else None
-            room = 0 if mirror is None else self._max_len - mirror.num_tokens + 1
+            mirror = self._mirror_of(request) if count and not self._gave_up(request) else None
+            room = 0 if mirror is None else self._max_len - mirror.num_tokens - mirror.num_maybe + 1
             if mirror is None or room < 1:
                 continue
             lacking = mirror.num_tokens - mirror.num_computed
+            if mirror.num_maybe and lacking > MOST_QUERIES:
+                continue  # some of it lies behind what nobody has judged
             if lacking > NEAR:
                 mirror.num_new = min(lacking, budget)
                 budget -= mirror.num_new
             else:
                 mirror.num_new = lacking
             if mirror.num_new == lacking:
-                work.append(Work(i, request, mirror, min(count, room)))
+                work.append(Work(i, request, mirror, min(count, room), known_of(request)))
             elif mirror.num_new:
                 behind.append(mirror)
         self.caught_up = self._catch_up - budget
@@ -155,4 +160,13 @@ class ModelDrafter(RoundDrafter):
             self._mirrors[request.slot] = mirror
         mirror.follow(request, self._kv.block_size, self._window, held=mirror.plan == self.plan - 1)
         mirror.plan = self.plan
+        if known_of(request):
+            mirror.await_newest(request)
         return mirror
+
+    def _gave_up(self, request: RowRequest) -> bool:
+        """Whether a request's first round behind a step in flight would look at a block that it gave up."""
+        if self._window is None or not known_of(request):
+            return False
+        oldest = max(0, request.num_tokens - self._window)
+        return request.block_table[oldest // self._kv.block_size] == NO_BLOCK

@@ -4,6 +4,9 @@ Where the target's tokens are chosen in graphs, the rounds are replayed from gra
 and the verification: the host knows how many tokens there are, and reads them when the step has been verified
 (`engine.speculation.launched`). Everywhere else it reads the tokens of each round before it begins the next.
 Both choose the same tokens.
+
+Rounds that are replayed need not wait for the verification of the step before. What that accepts of its
+drafts the device knows: it moves them (`engine.graphs.drafting`).
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, ToDevice
-from engine.batch import BatchBuilder, RowRequest, TextRow
+from engine.batch import Batch, BatchBuilder, RowRequest, TextRow
 from engine.graphs.drafting import MOST_QUERIES, GraphedRounds, RoundShape, RunsWith
-from engine.graphs.newest import awaited
+from engine.graphs.newest import BEFORE, awaited
 from engine.graphs.shapes import ROWS
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
@@ -45,6 +48,7 @@ class Work:
     request: RowRequest
     row: TextRow
     count: int
+    known: int = 0  # tokens of it on the host, if the newest is not: 0 if it is
     token_ids: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
     source: DraftSource | None = None
@@ -66,13 +70,18 @@ class ReplaysRounds(Protocol):
         """See `engine.graphs.switch.Graphs.rounds_for`."""
         ...
 
+    def why_no_rounds(self, shapes: Collection[RoundShape], runs_with: RunsWith) -> str:
+        """See `engine.graphs.switch.Graphs.why_no_rounds`."""
+        ...
+
     def drop_rounds(self) -> None:
         """Forget the graphs of rounds."""
         ...
 
 
 class RoundDrafter(ABC):
-    """What drafters with a decoder share. The step thread owns it; no step may be computed meanwhile.
+    """What drafters with a decoder share. The step thread owns it; no step may be computed meanwhile, but for
+    one that chooses its tokens on the device (``behind``).
 
     ``spec``: of what drafts, with the attention windows that it runs with, none larger than the target's.
     ``kv``: the pool that it writes to. ``attention`` gives the backend to run with. ``graphs``: whose graphs
@@ -82,6 +91,8 @@ class RoundDrafter(ABC):
 
     name: str
     sequential = True
+    most_behind: int
+    """Tokens that it computes of a request in the first round, behind a step in flight."""
 
     def __init__(
         self,
@@ -96,6 +107,8 @@ class RoundDrafter(ABC):
         self.drawn = False
         self.plan = 0
         """Number of the plan that is drafted for: those that are not drafted for count too."""
+        self.behind = False
+        """Whether a step is in flight: newest tokens may be pending, and what is not launched is left."""
         self.caught_up = 0
         """Tokens that the last call computed beside those of drafts."""
         self._decoder = decoder
@@ -108,7 +121,7 @@ class RoundDrafter(ABC):
         self._fused: Mapping[str, bool] | None = None
         windows = [window for window in spec.layer_windows if window is not None]
         self._window = max(windows) if len(windows) == spec.num_layers else None
-        self._builder = BatchBuilder(kv.block_size, kv.num_blocks, self._window)
+        self._builder = BatchBuilder(kv.block_size, kv.num_blocks, self._window, most_moved=MOST_QUERIES)
 
     @abstractmethod
     def propose(self, requests: Sequence[RowRequest], k: Sequence[int]) -> list[Draft]:
@@ -152,19 +165,27 @@ class RoundDrafter(ABC):
             self._graphs.drop_rounds()
 
     def _make(self, work: Sequence[Work], behind: Sequence[TextRow] = ()) -> None:
-        """Let every request have its draft, by rounds that are replayed if they can be: see `_draft`."""
-        if not work or not self._launch(work, behind):
+        """Let every request have its draft, by rounds that are replayed if they can be: see `_draft`.
+
+        Behind a step in flight they have none if not.
+        """
+        launched = bool(work or self.behind) and self._launch(work, behind)
+        if not launched and not self.behind:
             self._draft(work, behind)
 
     def _launch(self, work: Sequence[Work], behind: Sequence[TextRow]) -> bool:
         """Launch the rounds of all drafts, one after the other, and read nothing. Whether that could be."""
         if self._graphs is None:
             return False
+        if not work:
+            return self._launch_behind(behind)
         longest = max(each.count for each in work)
         far = [each.row for each in work if each.row.num_new > MOST_QUERIES]
         queries = max(1 if each.row.num_new > MOST_QUERIES else each.row.num_new for each in work)
-        first, later = (RoundShape.of(len(work), count) for count in (queries, 1))
-        rounds = self._graphs.rounds_for({first, later}, self._outside(work), self.runs_with)
+        moved = any(each.row.num_maybe for each in work)
+        first, later = (RoundShape.of(len(work), count, moved=moved) for count in (queries, 1))
+        outside = self._outside([each.request for each in work])
+        rounds = self._graphs.rounds_for({first, later}, outside, self.runs_with)
         if rounds is None:
             return False
         clean, span = self._cleaner(work), Timer(self._decoder.device)
@@ -174,6 +195,8 @@ class RoundDrafter(ABC):
             for place in range(1, longest + 1):
                 going = [each for each in work if each.count >= place]
                 batch = self._builder.build([each.row for each in going])
+                if place == 1:
+                    _await_before(batch, going)
                 rows = [_place_of(going[i]) for i in batch.sampled]
                 rounds.launch(first if place == 1 else later, batch, rows, place)
                 for each in going:
@@ -186,17 +209,35 @@ class RoundDrafter(ABC):
             each.source = source
         return True
 
-    def _outside(self, work: Sequence[Work]) -> str:
+    def _launch_behind(self, behind: Sequence[TextRow]) -> bool:
+        """Launch only what brings requests up that are ``behind``. Whether that could be."""
+        assert self._graphs is not None
+        rounds = self._graphs.rounds_for((), "", self.runs_with)
+        if rounds is not None:
+            with torch.inference_mode():
+                self._bring_up(rounds, (), behind)
+        return rounds is not None
+
+    def why_waits(self, requests: Sequence[RowRequest]) -> str:
+        """In a word why drafts for these have to wait for the step in flight, "" if they need not."""
+        if self._graphs is None:
+            return "off"
+        if not requests:
+            return ""
+        moved = any(request.num_maybe for request in requests)
+        shapes = {RoundShape.of(len(requests), count, moved=moved) for count in (1, self.most_behind)}
+        return self._outside(requests) or self._graphs.why_no_rounds(shapes, self.runs_with)
+
+    def _outside(self, requests: Sequence[RowRequest]) -> str:
         """In a word why their drafts are not made inside graphs, "" if they are."""
-        if len(work) > ROWS[-1]:
+        if len(requests) > ROWS[-1]:
             return "large"
-        for each in work:
-            sampling = each.row.sampling
-            if has_penalty(sampling):
+        for request in requests:
+            if has_penalty(request.sampling):
                 return "penalties"
-            if is_short(each.request):
+            if is_short(request):
                 return "min_tokens"
-            if self.drawn and not is_greedy(sampling):
+            if self.drawn and not is_greedy(request.sampling):
                 return "rejection"
         return ""
 
@@ -274,10 +315,18 @@ def _place_of(work: Work) -> DraftRow:
         work.row.sampling,
         request.seed,
         request.num_prompt,
-        request.num_tokens + len(work.token_ids),
+        request.num_known + len(work.token_ids),
         request.token_ids,
         work.token_ids,
     )
+
+
+def _await_before(batch: Batch, work: Sequence[Work]) -> None:
+    """Of two tokens of a row behind drafts that nobody has judged, the device alone knows the first too."""
+    for at, entry in zip(batch.rows.starts.tolist(), batch.order, strict=True):
+        row = work[entry].row
+        if row.num_maybe and row.num_new > 1:
+            batch.ids[at] = awaited(row.slot, BEFORE)
 
 
 def _add(work: Work, token: int) -> None:
@@ -285,6 +334,11 @@ def _add(work: Work, token: int) -> None:
     work.token_ids.append(token)
     work.row.token_ids.append(token)
     work.row.num_new = 1
+
+
+def known_of(request: RowRequest) -> int:
+    """How many tokens of a request the host knows if the newest is not among them, 0 if it is."""
+    return request.num_tokens if request.num_known > request.num_tokens else 0
 
 
 def settings(sampling: Sampling) -> Sampling:

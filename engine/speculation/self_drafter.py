@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.batch import RowRequest, TextRow
+from engine.graphs.newest import awaited
 from engine.speculation.base import NO_DRAFT, Draft
-from engine.speculation.rounds import RoundDrafter, Work, settings
+from engine.speculation.rounds import RoundDrafter, Work, known_of, settings
 
 
 class SelfDrafter(RoundDrafter):
     """Drafts over the pool of the target, whose queued copies must have been made."""
 
     name = "self"
+    most_behind = 1
 
     def propose(self, requests: Sequence[RowRequest], k: Sequence[int]) -> list[Draft]:
         """See `Drafter`. All tokens but the newest must be computed, and blocks cover those of the draft.
@@ -31,7 +33,7 @@ class SelfDrafter(RoundDrafter):
         """
         drafts = [NO_DRAFT] * len(requests)
         work = [
-            Work(i, request, _row_of(request), count)
+            Work(i, request, _row_of(request), count, known_of(request))
             for i, (request, count) in enumerate(zip(requests, k, strict=True))
             if count
         ]
@@ -47,7 +49,7 @@ class SelfDrafter(RoundDrafter):
 
     def _cleaner(self, work: Sequence[Work]) -> Callable[[], None]:
         size = self._kv.block_size
-        written = [each.row.block_table[(each.request.num_tokens - 1) // size :] for each in work]
+        written = [each.row.block_table[(each.request.num_known - 1) // size :] for each in work]
 
         def clean() -> None:
             for blocks in written:
@@ -61,11 +63,12 @@ class SelfDrafter(RoundDrafter):
 
 def _row_of(request: RowRequest) -> TextRow:
     return TextRow(
-        [*request.token_ids],
+        [*request.token_ids, *([awaited(request.slot)] if known_of(request) else [])],
         request.block_table,
         num_new=1,
-        num_computed=request.num_tokens - 1,
+        num_computed=request.num_known - 1,
         rid=request.rid,
         slot=request.slot,
         sampling=settings(request.sampling),
+        num_maybe=request.num_maybe,
     )

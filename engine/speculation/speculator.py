@@ -1,8 +1,9 @@
 """Drafts for the steps of one engine: who makes them, how long they may be, and what became of them.
 
 The step thread owns it. Drafts are put into a plan that was just made and is launched at once, while no other
-step is in flight, as they follow a request's newest token. What they add to a step is taken from the budget,
-the blocks and the context that the plan has left.
+step is in flight, as they follow a request's newest token. Only those that the device makes may follow one
+that the host does not know, behind a step in flight: there are as many as fit even if all drafts of that step
+hold. What they add to a step is taken from the budget, the blocks and the context that the plan has left.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class Speculator:
         self._adaptive = AdaptiveDrafts(sequential=False)
         self._is_adaptive = True
         self._most = 0
+        self._launched = 0  # plans whose drafts the device makes, and nobody has taken
+        self._failure: Exception | None = None  # to be told of, and drafts given up for, when these are taken
         self._look_s = 0.0  # expected
         self._step_s = 0.0
         self._why = ""  # the last look led to nothing
@@ -102,7 +105,7 @@ class Speculator:
     @property
     def wants_next(self) -> bool:
         """Whether to look for drafts in the next step, which must then not be staged behind another one."""
-        if self._drafter is None:
+        if self._drafter is None or self._failure is not None:
             return False
         return self._quiet < QUIET_LOOKS or self._unlooked >= QUIET_STEPS
 
@@ -110,7 +113,7 @@ class Speculator:
     def would_look(self) -> bool:
         """Whether `draft` would look for drafts in the next step. Else nothing is lost if that is staged
         behind another one."""
-        if self._drafter is None:
+        if self._drafter is None or self._failure is not None:
             return False
         return self.wants_next or self._look_s <= CHEAP_LOOK * self._step_s
 
@@ -119,10 +122,31 @@ class Speculator:
         """Requests that something is remembered of."""
         return self._adaptive.num_requests
 
-    def draft(self, plan: StepPlan, scheduler: Scheduler, clock_ns: Callable[[], int]) -> int:
-        """Add drafts to a plan whose requests' newest tokens are known. Returns the nanoseconds it took.
+    @property
+    def makes_on_device(self) -> bool:
+        """Whether drafts may be made by the device alone."""
+        return isinstance(self._drafter, RoundDrafter)
 
-        Of drafts that were only launched then (``plan.launched``) `settle` tells the rest.
+    def why_waits(self, requests: Sequence[Request]) -> str:
+        """In a word why `draft` can put none into a step of these requests while another one is in flight,
+        whose drafts were launched as they would be; "" if it can.
+        """
+        if not isinstance(self._drafter, RoundDrafter):
+            return "text"
+        return self._drafter.why_waits(requests)
+
+    def draft(
+        self,
+        plan: StepPlan,
+        scheduler: Scheduler,
+        clock_ns: Callable[[], int],
+        pending: Mapping[int, int] | None = None,
+    ) -> int:
+        """Add drafts to a plan. Returns the nanoseconds it took.
+
+        Of drafts that were only launched then (``plan.launched``) `settle` tells the rest. pending: the slots
+        that newest tokens are chosen for by the step in flight, by request; None if there is none. Where one
+        is, `why_waits` has found nothing against it.
         """
         self._plans += 1
         if self._drafter is None or not plan.decode_requests:
@@ -137,6 +161,10 @@ class Speculator:
             return 0
         began = clock_ns()
         rows = _decoding(plan)
+        if pending is not None:
+            rows = [row for row in rows if pending.get(row.request.rid, row.request.slot) == row.request.slot]
+        if isinstance(self._drafter, RoundDrafter):
+            self._drafter.behind = pending is not None
         if self._drafter.sequential:
             longest = self._make(rows, self._drafter, budget, plan, scheduler)
         else:
@@ -164,11 +192,14 @@ class Speculator:
         launched, plan.launched = plan.launched, None
         if launched is None:
             return 0
+        self._launched -= 1
         launched.take()
         try:
             launched.check()
         except DraftFailed as error:
-            self._give_up(error)
+            self._failure = self._failure or error
+        if self._failure is not None:
+            self._give_up(self._failure)
         seconds = launched.seconds
         if self._is_adaptive and not launched.caught_up:
             self._adaptive.observe_drafting(launched.longest, seconds)
@@ -225,9 +256,9 @@ class Speculator:
         """
         counts = self._counts(rows, share([self._room(row.request) for row in rows], budget), plan)
         asked = [(row, count) for row, count in zip(rows, counts, strict=True) if count]
-        wanted = [(row.request, row.request.num_tokens + count) for row, count in asked]
+        wanted = [(row.request, _most_tokens(row.request) + count) for row, count in asked]
         rooms = [
-            min(count, draft_room(row.request.num_tokens, row.request.max_total, covered))
+            min(count, draft_room(_most_tokens(row.request), row.request.max_total, covered))
             for (row, count), covered in zip(asked, scheduler.lend(wanted), strict=True)
         ]
         if not any(rooms):
@@ -245,6 +276,7 @@ class Speculator:
             return 0
         for (row, _), draft, room in zip(asked, drafts, rooms, strict=True):
             if isinstance(draft.source, LaunchedDrafts):  # nobody knows yet what is in it
+                self._launched += plan.launched is None
                 row.draft, plan.launched = draft, draft.source
             else:
                 row.draft = cut_draft(draft, room, row.request.stop_ids, self._vocab_size)
@@ -271,7 +303,14 @@ class Speculator:
         return choice.k
 
     def _give_up(self, error: Exception) -> None:
-        """A drafter failed: requests go on without drafts until the configuration changes."""
+        """A drafter failed: requests go on without drafts until the configuration changes.
+
+        What it holds is given back when it has no more to do.
+        """
+        if self._launched:
+            self._failure = self._failure or error
+            return
+        self._failure = None
         kind = self.kind
         self.stop()
         self.reason = f"speculation={kind} was given up because drafting failed: {text_of(error)}"
@@ -279,7 +318,7 @@ class Speculator:
         let_go(error)
 
     def _room(self, request: Request) -> int:
-        return min(self._most, draft_room(request.num_tokens, request.max_total, request.max_total))
+        return min(self._most, draft_room(_most_tokens(request), request.max_total, request.max_total))
 
     def _choose(self, rows: Sequence[ScheduledRequest], drafts: list[Draft], plan: StepPlan) -> list[Draft]:
         """The part of the drafts that is expected to pay."""
@@ -332,6 +371,11 @@ class Speculator:
             self._said_at = self._steps
             log.info("Speculation makes no drafts for now: %s.", self._why)
         self.reason = self._why
+
+
+def _most_tokens(request: Request) -> int:
+    """The most tokens that a request may have by the next step, as far as it does not end before."""
+    return request.num_known + request.num_maybe
 
 
 def _decoding(plan: StepPlan) -> list[ScheduledRequest]:

@@ -138,6 +138,33 @@ def test_only_the_newest_token_may_lie_behind_drafts_that_nobody_has_judged() ->
     assert batch.blocks_of(0) == [7, 3]
     request.num_maybe = 3
     assert builder.build([ScheduledRequest(request, 1)]).blocks_of(0) == [7, 3, 5]
+    with pytest.raises(ValueError, match="drafted behind a token that is not computed in this step, or not"):
+        builder.build([ScheduledRequest(request, 1, draft=Draft([1]))])
+
+
+class Launched:
+    """Drafts that are on their way."""
+
+    taken = False
+
+    def take(self) -> None:
+        """Never comes to that."""
+
+
+def test_a_draft_behind_another_one_lies_in_blocks_that_are_there() -> None:
+    """Its tokens may all count, however many hold of the other: a row of one token may lie beyond its blocks,
+    as it goes to nobody then."""
+    builder = BatchBuilder(4, 20)
+    request = Request(1, [11, 12, 13, 14, 15], Sampling())
+    request.slot, request.num_pending, request.num_maybe, request.num_computed = 0, 1, 4, 5
+    request.block_table = [7, 3, 5]
+    batch = builder.build([ScheduledRequest(request, 1, draft=Draft([-2, -3], source=Launched()))])
+    assert batch.ids.tolist() == [0, -2, -3]
+    assert (batch.positions.tolist(), batch.reach.tolist()) == ([5, 6, 7], [4])
+    with pytest.raises(ValueError, match="request 1: tokens up to 9 planned behind 4 drafted ones, but its"):
+        builder.build([ScheduledRequest(request, 1, draft=Draft([-2, -3, -4], source=Launched()))])
+    request.num_maybe = 9
+    assert builder.build([ScheduledRequest(request, 1)]).reach.tolist() == [6]
 
 
 @pytest.mark.parametrize(("window", "gone"), [(None, 0), (1, 3), (4, 2), (5, 2), (6, 1), (12, 0), (13, 0)])

@@ -73,7 +73,11 @@ REPLIES: list[m.Reply] = [
 
 TELEMETRY: list[m.Telemetry] = [
     state(graphs=m.GraphUse(replayed_n=1, replayed_tok=8, padded_tok=2, missed_n={"prefill": 3}, ahead_n=2)),
-    state(graphs=m.GraphUse(drafted_n=4, drafts_missed_n={"penalties": 1}, drafts_read_n=2)),
+    state(
+        graphs=m.GraphUse(
+            drafted_n=4, drafts_missed_n={"penalties": 1}, drafts_read_n=2, drafts_waited_n={"room": 3}
+        )
+    ),
     m.Heartbeat(mono_ns=1, step=2, busy="idle", last_step_age_us=3, rss_bytes=4),
     m.StepRows(rows=[step_row(1), step_row(2)]),
     m.RequestRows(rows=[request_row(1), request_row(2, state="decode")]),

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.graphs import switch
-from engine.graphs.drafting import GraphedRounds, RoundShape
+from engine.graphs.drafting import GraphedRounds
 from engine.graphs.forward import GraphedForward
 from engine.graphs.newest import NOBODY, Newest, awaited, cell_of, of_slot
 from engine.speculation import MAX_DRAFT
@@ -96,7 +96,8 @@ def drafter_of(engine: Engine) -> RoundDrafter:
 @pytest.mark.parametrize("k", [1, 2, 5, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_those_of_the_reference(kind: str, k: int, overlap: bool, driver: FakeDriver) -> None:
-    """A01, A15, A16: as many drafted tokens hold as where the host reads each round, in as many steps."""
+    """A01, A15, A16: as many drafted tokens hold as where the host reads each round, in as many steps. Where
+    the next step is launched before it is known how many do, only the last drafts are shorter."""
     expected, which = tiny("llama"), (1, 2, 3)
     counts: list[Any] = []
     for graphs in (True, False):
@@ -115,37 +116,51 @@ def test_ids_are_those_of_the_reference(kind: str, k: int, overlap: bool, driver
         if graphs:
             assert found.drafted == sum(step.drafted_tok > 0 for step in engine.heard.steps) > 1
             assert not found.drafts_missed
-    assert counts[0] == counts[1]
-    assert 0 < counts[0][2] <= counts[0][1]
-    assert kind != "nearly" or k < 5 or counts[0][2] < counts[0][1]
+    (_, drafted, accepted, rows), (*_, others) = counts
+    if overlap:
+        sure = 1 + (COUNT - 4 * 2 - 1) // (k + 1)  # steps until the first may end, if all drafts hold
+        assert rows[:sure] == others[:sure]
+    else:
+        assert counts[0] == counts[1]
+    assert 0 < accepted <= drafted
+    assert kind != "nearly" or k < 5 or accepted < drafted
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_read_between_the_rounds_and_their_verification(
     kind: str, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A01: the host waits once a step. What is launched: for each round its inputs and the graph, what comes
-    to the host of all, then the verification's inputs, its graph, and what comes of it."""
+    """A01: nor before them. What is launched: for each round its inputs and the graph, what comes to the host
+    of all, then the verification's inputs, its graph, and what comes of it."""
     expected, k = tiny("llama"), 4
     engine = drafting(kind, driver, spec_tokens=k)
-    runner, seen = engine.core.runner, list[int]()
-    launch = runner.launch
+    runner, seen, acts = engine.core.runner, list[int](), [0]
+    launch, put = runner.launch, driver.launch
 
     def watched(prepared: Any, *rest: Any) -> Any:
-        captures, longest = driver.captures, max(map(len, prepared.batch.drafts), default=0)
+        longest = max(map(len, prepared.batch.drafts), default=0)
         flight = launch(prepared, *rest)
-        if flight is not None and longest and driver.captures == captures:
+        if flight is not None and longest:
             assert prepared.batch.awaits_drafts
-            seen.append(driver.pending - (2 * longest + 2 + 4))
+            seen.append(acts[0] - (2 * longest + 2 + 4))
+        acts[0] = 0
         return flight
 
+    def counted(act: Any) -> None:
+        acts[0] += 1
+        put(act)
+
     monkeypatch.setattr(runner, "launch", watched)
+    monkeypatch.setattr(driver, "launch", counted)
     rids = [engine.submit(expected.prompts[i], GREEDY) for i in (1, 2)]
     finish(engine)
     assert [engine.ids(rid) for rid in rids] == [expected.ids[i][:COUNT] for i in (1, 2)]
     assert len(seen) > 2
-    assert not any(seen)  # nor is anything caught up with
-    assert driver.most_awaited == 2  # drafts and what the step chose
+    assert seen[0] == (kind != "self")  # a model has to catch up with the prompts
+    assert not any(seen[1:])
+    assert driver.most_awaited == 4  # drafts and what the step chose, and those of the step behind it
+    assert engine.core.runner.graphs.counts.ahead == len(engine.heard.steps) - 1
+    assert not engine.core.runner.graphs.counts.drafts_waited
 
 
 @pytest.mark.parametrize("which", range(len(TEXTS)))
@@ -301,7 +316,7 @@ def test_a_round_that_is_not_finite_ends_drafts_and_no_request(
     assert "are not finite" in reason
     assert reason in caplog.text
     drafted = [step for step in engine.heard.steps if step.drafted_tok]
-    assert len(drafted) == 2
+    assert len(drafted) == 3  # the last was launched before anybody knew
     assert drafted[1].drafted_tok == 8
     assert drafted[1].accepted_tok <= 4 + place - 1
     assert kind != "same" or drafted[1].accepted_tok == 4 + place - 1
@@ -439,7 +454,7 @@ def test_rounds_share_the_budget_of_all_graphs(driver: FakeDriver, monkeypatch: 
     assert forward.rounds is not None
     steps = sum(each.device.nbytes + each.chosen.nbytes for each in forward._entries.values())
     rounds = sum(each.device.nbytes for each in forward.rounds._entries.values())
-    assert set(forward.rounds._entries) <= {RoundShape(1, 1), RoundShape(1, 2)}
+    assert {(shape.rows, shape.queries) for shape in forward.rounds._entries} <= {(1, 1), (1, 2)}
     use = engine.core.state().graphs
     assert use is not None
     assert use.graphs_n == driver.captures > len(forward._entries)

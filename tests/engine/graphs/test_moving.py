@@ -13,7 +13,7 @@ from engine.attention.paged_triton import PagedAttention
 from engine.batch import Batch, BatchBuilder
 from engine.graphs.choosing import CHOICE_WORDS, POSITION_WORD, GraphChooser
 from engine.graphs.moving import PLACES, Judged, Moves
-from engine.graphs.newest import NOBODY, Newest, awaited
+from engine.graphs.newest import BEFORE, NOBODY, Newest, awaited
 from engine.graphs.shapes import NO_SLOT, GraphShape
 from engine.plan import ScheduledRequest
 from engine.request import Request
@@ -63,12 +63,14 @@ def verified(moves: Moves, batch: Batch, ids: Tensor, shape: GraphShape, judged:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_verification_leaves_what_the_host_finds(seed: int) -> None:
     """A18: of matched drafts and drawn ones, as many tokens as the host keeps and the one that follows these;
-    of places that are not finite nothing goes on."""
+    of places that are not finite nothing goes on, and nothing that was drafted from such holds. Beside it the
+    token before that one, for who drafts."""
     rng = random.Random(seed)
     count, queries = rng.randint(1, 8), rng.choice([2, 3, 5, 9, 17])
     shape = GraphShape(8, queries, "tokens", drawn=seed % 2 == 1)
     requests = requests_of(rng, count, 4)
-    drafts = [Draft([rng.randrange(VOCAB) for _ in range(rng.randrange(queries))]) for _ in requests]
+    least = 0 if shape.drawn else -1
+    drafts = [Draft([rng.randrange(least, VOCAB) for _ in range(rng.randrange(queries))]) for _ in requests]
     batch = build(requests, 4, drafts)
     ids = torch.tensor([rng.randrange(-1 if rng.random() < 0.2 else 0, VOCAB) for _ in range(shape.tokens)])
     found = match_drafts(as_sampled(ids[: len(batch.ids)].tolist(), None), batch.drafts)
@@ -86,6 +88,9 @@ def test_a_verification_leaves_what_the_host_finds(seed: int) -> None:
             assert got == (int(accepted[i]), VOCAB)
         elif not one.nonfinite:
             assert got == (one.accepted, one.token_ids[-1])
+        if drawn[i] or not one.nonfinite:
+            text = [*requests[batch.sampled[i]].token_ids, *batch.drafts[i].token_ids[: got[0]]]
+            assert int(newest.known(torch.tensor([awaited(row.slot, BEFORE)]))) == text[-1]
     assert moves.accepted[NOBODY] == 0
     others = set(range(NOBODY)) - {row.slot for row in batch.sampled_rows}
     assert not moves.accepted[sorted(others)].any()
@@ -129,18 +134,70 @@ def test_rows_lie_where_the_host_would_put_them(size: int) -> None:
         assert [early.blocks_of(i) for i in range(count)] == [late.blocks_of(i) for i in range(count)]
 
 
-def moved(batch: Batch, accepted: dict[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@pytest.mark.parametrize("size", [1, 2, 3, 16])
+def test_drafts_lie_where_the_host_would_put_them(size: int) -> None:
+    """A15, A18: all tokens of a row that follows a draft are moved by what holds of that, whatever the row
+    beside it has."""
+    rng = random.Random(size)
+    for _ in range(10):
+        count, queries = rng.randint(1, 7), rng.choice([2, 5, 17])
+        requests = requests_of(rng, count, size)
+        maybe = [rng.choice([0, 1, 4, MAX_DRAFT]) for _ in requests]
+        drafts = [drafted(request.slot, rng.randrange(queries)) for request in requests]
+        for request, most, draft in zip(requests, maybe, drafts, strict=True):
+            request.num_computed += 1
+            request.num_pending, request.num_maybe = 1, most
+            lacking = -(-(request.num_known + most + len(draft)) // size) - len(request.block_table)
+            request.block_table += [1000 - request.slot] * max(0, lacking)
+        accepted = {r.rid: rng.randint(0, most) for r, most in zip(requests, maybe, strict=True)}
+        early = build(requests, size, drafts)
+        positions, slots, drawn, lengths = moved(early, accepted, queries)
+        for request in requests:
+            request.token_ids += [0] * (accepted[request.rid] + 1)
+            request.num_computed += accepted[request.rid]
+            request.num_pending = request.num_maybe = 0
+        late = build(requests, size, drafts)
+        at = {request: row for row, request in enumerate(late.order)}
+        for row, entry in enumerate(early.order):
+            starts = early.rows.starts[row], late.rows.starts[at[entry]]
+            mine, theirs = (slice(start, start + len(drafts[entry]) + 1) for start in starts)
+            assert positions[mine].tolist() == late.positions[theirs].tolist()
+            assert slots[mine].tolist() == late.slots[theirs].tolist()
+            assert early.ids[mine][1:].tolist() == late.ids[theirs][1:].tolist()
+            first = late.sampled_rows[at[entry]].num_tokens
+            assert drawn[mine].tolist() == [first + i for i in range(len(drafts[entry]) + 1)]
+            assert int(lengths[row]) == late.rows.lengths[at[entry]]
+        assert set(slots[len(early.ids) :].tolist()) <= {NO_SLOT}
+        assert not lengths[count:].any()
+        early.move(accepted)
+        assert [early.blocks_of(i) for i in range(count)] == [late.blocks_of(i) for i in range(count)]
+
+
+class Launched:
+    """Drafts on their way."""
+
+    taken = False
+
+    def take(self) -> None:
+        raise AssertionError("nobody waits for them here")
+
+
+def drafted(slot: int, count: int) -> Draft:
+    return Draft([awaited(slot, place + 1) for place in range(count)], source=Launched() if count else None)
+
+
+def moved(batch: Batch, accepted: dict[int, int], queries: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Positions, slots, numbers to draw and lengths of a step that is moved, of eight rows in its shape."""
-    made = chooser()
-    shape, why = made.needs_of(batch).in_shape(GraphShape(8, 1))
+    made, tokens = chooser(), 8 * queries
+    shape, why = made.needs_of(batch).in_shape(GraphShape(8, queries))
     assert why == ""
-    assert shape == GraphShape(8, 1, "tokens", moved=batch.may_move)
+    assert shape == GraphShape(8, queries, "tokens", moved=batch.may_move)
     for row in batch.sampled_rows:  # whoever has no draft in flight is not moved by an older one
         made.moves.accepted[row.slot] = accepted[row.rid] if row.num_maybe else MAX_DRAFT
     words = np.full(made.num_words(shape), 7 << 32 | 7, dtype=np.int64)
     made.fill(words, shape, batch)
     choice = torch.from_numpy(words)
-    positions, slots = torch.zeros(8, dtype=torch.int64), torch.full((8,), NO_SLOT)
+    positions, slots = torch.zeros(tokens, dtype=torch.int64), torch.full((tokens,), NO_SLOT)
     positions[: len(batch.ids)] = torch.from_numpy(batch.positions)
     slots[: len(batch.ids)] = torch.from_numpy(batch.slots)
     attention, width = PagedAttention(CPU), batch.rows.tables.shape[1] + 3
@@ -148,7 +205,7 @@ def moved(batch: Batch, accepted: dict[int, int]) -> tuple[Tensor, Tensor, Tenso
     before = packed.clone()
     if shape.moved:
         attention.move(packed, made.move(positions, slots, choice, shape))
-    numbers = choice[: CHOICE_WORDS * 8].view(CHOICE_WORDS, 8)[POSITION_WORD]
+    numbers = choice[: CHOICE_WORDS * tokens].view(CHOICE_WORDS, tokens)[POSITION_WORD]
     lengths, other = packed.view(torch.int32)[9:17], before.view(torch.int32)
     other[9:17] = lengths
     assert torch.equal(other, packed.view(torch.int32))  # nothing else was changed
@@ -181,7 +238,7 @@ def test_while_it_is_captured_nothing_is_written() -> None:
     positions, slots = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     assert made.move(positions, slots, words, shape).tolist() == [0] * 4
     assert slots.tolist() == [NO_SLOT] * 4
-    assert made.num_words(shape) == made.num_words(GraphShape(4, 1, "tokens")) + 4 * (2 + PLACES)
+    assert made.num_words(shape) == made.num_words(GraphShape(4, 1, "tokens")) + 4 * (3 + PLACES)
 
 
 @pytest.mark.parametrize("sampling", [
