@@ -41,7 +41,13 @@ BY_HOST = {
     },
     "fused_sampling": OUTSIDE["fused_sampling"],
 }
-MISSES, OUTSIDES, BY_HOSTS = 4, 2, 2  # reasons shown, most frequent first
+WAITS = {
+    **BY_HOST,
+    "text": N_("drafts read first"),
+    "computed": N_("tokens chosen outside"),
+    "room": N_("a request could start, or blocks lack"),
+}
+MISSES, OUTSIDES, BY_HOSTS, LATER = 4, 2, 2, 2  # reasons shown, most frequent first
 
 
 class GraphFacts(QWidget):
@@ -52,6 +58,9 @@ class GraphFacts(QWidget):
         by_itself = tr("Steps that were not replayed, by what stood against it.")
         outside = tr("Replayed steps whose tokens were not chosen inside the graph, by the reason.")
         by_host = tr("Steps whose drafts were read round by round while they were made, by the reason.")
+        later = tr(
+            "Steps planned when the tokens before were read, as a model drafts for them, by the reason."
+        )
         self.facts = Facts([
             FactSpec(
                 "replayed", tr("replayed"), tr("Steps replayed from a graph, and their share of all steps.")
@@ -80,6 +89,7 @@ class GraphFacts(QWidget):
                     "were not replayed."
                 ),
             ),
+            *(FactSpec(f"later {i}", tr("drafted later"), later) for i in range(LATER)),
             FactSpec(
                 "padding", tr("padding"),
                 tr("The share of the tokens of replayed steps that nobody had: they only filled a shape up."),
@@ -110,6 +120,7 @@ class GraphFacts(QWidget):
         self._show_reasons("by host", BY_HOSTS, use.drafts_missed_n, BY_HOST, drafted)
         read = _share(use.drafts_read_n, use.drafted_n) if use.drafts_read_n else ""
         facts.show_fact("read", read, str(count(use.drafts_read_n)))
+        self._show_reasons("later", LATER, use.drafts_waited_n, WAITS, drafted)
         facts.show_fact("padding", _share(use.padded_tok, use.replayed_tok))
         size = tr("{size} of {whole}").format(size=data(use.graph_bytes), whole=data(use.budget_bytes))
         facts.show_fact("graphs", str(count(use.graphs_n)), size)

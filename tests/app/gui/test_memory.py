@@ -159,6 +159,7 @@ def test_steps_from_graphs_are_told_with_what_stood_against_them(window: MainWin
         replayed_n=1500, replayed_tok=4000, padded_tok=1000, missed_n={"prefill": 400, "new word": 100},
         logits_n={"penalties": 150}, ahead_n=1800, graphs_n=5, graph_bytes=96 * MIB, budget_bytes=1 << 30,
         drafted_n=90, drafts_missed_n={"rejection": 10}, drafts_read_n=9,
+        drafts_waited_n={"room": 20, "text": 5},
     )  # fmt: skip
     show(window, link, **INT8, graphs=use)
     assert panel.isVisible()
@@ -173,6 +174,8 @@ def test_steps_from_graphs_are_told_with_what_stood_against_them(window: MainWin
         ("drafted", "90", "90 %"),
         ("drafted with waits", "drafts drawn by chance", "10 %"),
         ("drafts read first", "9", "10 %"),
+        ("drafted later", "a request could start, or blocks lack", "20 %"),
+        ("drafted later", "drafts read first", "5.0 %"),
         ("padding", "", "25 %"),
         ("graphs", "96.0 MiB of 1.00 GiB", "5"),
     ]
