@@ -185,7 +185,8 @@ class RoundDrafter(ABC):
         moved = any(each.row.num_maybe for each in work)
         first, later = (RoundShape.of(len(work), count, moved=moved) for count in (queries, 1))
         outside = self._outside([each.request for each in work])
-        rounds = self._graphs.rounds_for({first, later}, outside, self.runs_with)
+        shapes = {first, later} if longest > 1 else {first}
+        rounds = self._graphs.rounds_for(shapes, outside, self.runs_with)
         if rounds is None:
             return False
         clean, span = self._cleaner(work), Timer(self._decoder.device)
@@ -204,7 +205,8 @@ class RoundDrafter(ABC):
                     _add(each, awaited(each.row.slot, place))
             arrival, host = rounds.fetch(longest)
             span.stop()
-        source = LaunchedDrafts(work, arrival, host, span, clean, caught_up=bool(self.caught_up))
+        besides = bool(self.caught_up or far)
+        source = LaunchedDrafts(work, arrival, host, span, clean, caught_up=besides)
         for each in work:
             each.source = source
         return True

@@ -22,6 +22,8 @@ from engine.graphs import switch
 from engine.graphs.drafting import GraphedRounds
 from engine.graphs.forward import GraphedForward
 from engine.graphs.newest import NOBODY, Newest, awaited, cell_of, of_slot
+from engine.graphs.shapes import ROWS
+from engine.request import Request
 from engine.speculation import MAX_DRAFT
 from engine.speculation.adaptive import Choice
 from engine.speculation.launched import LaunchedDrafts
@@ -233,6 +235,24 @@ def test_requests_far_behind_are_brought_up_before_the_rounds(driver: FakeDriver
     assert engine.core.runner.graphs.counts.drafted > 3
 
 
+def test_what_brings_requests_up_counts_as_no_round(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However little that is: the time of a round would be learned with it."""
+    init, told = LaunchedDrafts.__init__, list[bool]()
+
+    def watched(self: LaunchedDrafts, *given: Any, caught_up: bool) -> None:
+        told.append(caught_up)
+        init(self, *given, caught_up=caught_up)
+
+    monkeypatch.setattr(LaunchedDrafts, "__init__", watched)
+    engine = drafting("same", driver, spec_tokens=3)
+    engine.generate([tiny("llama").prompts[2][: NEAR - 2]], GREEDY)
+    finish(engine)
+    assert told[0]
+    assert not any(told[1:])
+
+
 def test_prompts_beside_drafts_have_these_read_first(driver: FakeDriver) -> None:
     """A step with prompts is not replayed: the host waits for the drafts of its other requests, and counts
     it; the rounds are replayed all the same."""
@@ -410,6 +430,15 @@ def test_what_cannot_be_captured_is_made_with_waits(
         assert found.drafts_read == found.drafted > 0
     else:
         assert (found.drafted, found.drafts_read, dict(found.drafts_missed)) == (0, 0, {reason: steps})
+
+
+def test_more_requests_than_any_graph_holds_are_the_hosts(driver: FakeDriver) -> None:
+    """No shape has rows for them."""
+    engine = drafting("self", driver)
+    drafter, request = drafter_of(engine), Request(1, [5, 6], Sampling())
+    assert drafter._outside([request] * ROWS[-1]) == ""
+    assert drafter._outside([request] * (ROWS[-1] + 1)) == "large"
+    finish(engine)
 
 
 def test_what_one_drafter_could_not_have_captured_another_one_may(driver: FakeDriver) -> None:
