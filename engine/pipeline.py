@@ -147,7 +147,7 @@ class Pipeline:
             clock.planned = self._clock_ns()
             clock.draft = self._speculator.draft(plan, self._scheduler, self._clock_ns)
             drafted = self._clock_ns()
-        elif self._flight.flight is not None and not self._why_drafts_wait():
+        elif self._flight.flight is not None and self._speculator.would_look and not self._why_drafts_wait():
             clock.planned = self._clock_ns()
             clock.draft = self._speculator.draft(
                 plan, self._scheduler, self._clock_ns, self._flight.flight.slots
@@ -198,7 +198,7 @@ class Pipeline:
             self._runner.graphs.forget_texts()
             for slot in step.freed_slots:
                 self._runner.release(slot)
-        self._speculator.settle(step.plan)
+        self._speculator.settle(step.plan, forgone=True)
         self._unlaunched.absorb(step.plan)
 
     def launch_ahead(self, step: Step) -> None:

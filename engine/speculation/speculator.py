@@ -187,8 +187,12 @@ class Speculator:
         if self._is_adaptive:
             self._adaptive.pass_over([row.request.rid for row in _decoding(plan)])
 
-    def settle(self, plan: StepPlan) -> int:
-        """A step is done, and so are drafts that were launched for it: take them. The nanoseconds it took."""
+    def settle(self, plan: StepPlan, *, forgone: bool = False) -> int:
+        """A step is done, and so are drafts that were launched for it: take them. The nanoseconds it took.
+
+        forgone: nobody takes what the step brought, as what it goes on from may not hold. So if its drafts
+        are not finite, that says nothing of the drafter.
+        """
         launched, plan.launched = plan.launched, None
         if launched is None:
             return 0
@@ -197,7 +201,8 @@ class Speculator:
         try:
             launched.check()
         except DraftFailed as error:
-            self._failure = self._failure or error
+            if not forgone:
+                self._failure = self._failure or error
         if self._failure is not None:
             self._give_up(self._failure)
         seconds = launched.seconds

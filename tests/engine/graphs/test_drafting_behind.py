@@ -240,6 +240,34 @@ def test_what_is_not_finite_takes_what_is_behind_with_it(
     assert kind != "same" or total(engine, "accepted_tok") >= total(engine, "drafted_tok") - 4
 
 
+def test_keys_of_one_that_are_not_finite_cost_nobody_the_drafts(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A25: what the target writes for one request the rounds behind it read before it is judged. That these
+    say nothing then is not the drafter's fault."""
+    expected = tiny("llama")
+    engine = drafting("self", driver, spec_tokens=4, prefix_cache=False)
+    behind, runner = watch(engine), engine.core.runner
+    forward, done = runner.decoder.forward, list[int]()
+
+    def poisoned(ids: Tensor, positions: Tensor, slots: Tensor, *rest: Any) -> Tensor:
+        logits = forward(ids, positions, slots, *rest)
+        if len(ids) == 20 and bool((slots[:5] >= 0).all()) and not done:  # a verification, captures aside
+            assert runner.kv is not None
+            logits[0] = math.nan
+            runner.kv.paged[0][slots[:5] // runner.kv.block_size] = math.nan
+            done.append(len(behind))
+        return logits
+
+    monkeypatch.setattr(runner.decoder, "forward", poisoned)
+    rids = [engine.submit(expected.prompts[i], WHOLE) for i in (1, 2, 3)]
+    finish(engine)
+    assert done
+    assert [engine.ids(rid) for rid in rids] == [expected.ids[i] for i in (1, 2, 3)]
+    assert len(behind) > done[0] + 1  # and drafts go on
+    assert engine.core.speculator.kind == "self"
+
+
 def test_blocks_that_left_the_window_are_looked_at_by_nobody(driver: FakeDriver) -> None:
     """A15, A18: neither by a draft model, which has the token before the newest one computed again."""
     expected = tiny("llama")
